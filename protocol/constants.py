@@ -1,0 +1,30 @@
+"""Protocol constants. They are not configuration: each comment says what breaks when one changes.
+
+Changing any value here needs a new PROTOCOL_VERSION, because nodes with different values disagree silently.
+"""
+
+from typing import Final
+
+PROTOCOL_VERSION: Final = 1
+"""Part of every signature's domain. Nodes with another version refuse each other's records by name."""
+
+SIGNATURE_DOMAIN: Final = f"intellect-node/{PROTOCOL_VERSION}"
+"""First field under every signature. A change makes every existing signature invalid."""
+
+PROOF_CHUNK_TOKENS: Final = 32
+"""Decoded tokens that one TOPLOC proof covers (TOPLOC section 4). A change alters the number of proofs of every rollout."""
+
+PROOF_FIELD: Final = 65497
+"""Prime order of the field of the TOPLOC polynomial, the largest prime below 2^16 that the public format uses."""
+
+MAX_CLOCK_SKEW_S: Final = 120.0
+"""How far in the future a signed time may lie. Records beyond it are refused with a message about clocks."""
+
+MAX_ENVELOPE_BYTES: Final = 1 << 20
+"""No signed record is larger. Decoders refuse a longer input before they allocate anything."""
+
+MAX_DHT_VALUE_BYTES: Final = 8192
+"""Largest value that a DHT server stores. A larger run manifest cannot be published."""
+
+MAX_SHARDS: Final = 1 << 14
+"""Most shards of one checkpoint: a 64 GB policy in 16 MiB shards has 4096. Bounds the checkpoint manifest's size."""

@@ -1,0 +1,116 @@
+"""Signed envelopes: the one form in which anything authoritative travels.
+
+An envelope carries bytes and says who signed them. What is signed is the bytes carried, so no canonical form of a
+record is needed. A record's `id` hashes what was signed, not the envelope's outer encoding or the signature, so that
+re-encoding an envelope cannot give the same statement a second identity.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar, Generic, TypeVar
+
+import msgspec
+
+from protocol.constants import MAX_ENVELOPE_BYTES, SIGNATURE_DOMAIN
+from protocol.errors import MalformedError, SignatureError, VersionError, WrongAuthorError
+from protocol.identity import Identity, PeerId
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of every record that travels in an envelope. `KIND` names it under the signature."""
+
+    KIND: ClassVar[str]
+    MAX_BYTES: ClassVar[int] = 64 * 1024
+
+
+R = TypeVar("R", bound=Record)
+
+
+class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    domain: str
+    kind: str
+    author: bytes
+    payload: bytes
+    signature: bytes
+
+
+@dataclass(frozen=True)
+class Signed(Generic[R]):
+    """A record whose signature held, with the exact bytes that carried it."""
+
+    record: R
+    author: PeerId
+    id: bytes
+    data: bytes
+
+    def require_author(self, *allowed: PeerId) -> Signed[R]:
+        """Raise WrongAuthorError unless one of `allowed` signed this."""
+        if self.author not in allowed:
+            names = ", ".join(peer.short for peer in allowed) or "nobody"
+            raise WrongAuthorError(f"{self.record.KIND} signed by {self.author.short}; only {names} may sign it")
+        return self
+
+
+def seal(record: Record, identity: Identity) -> bytes:
+    """Sign a record; the bytes are what travels and what is stored."""
+    payload = msgspec.msgpack.encode(record)
+    author = identity.peer_id.public_key
+    signature = identity.sign(_signed_bytes(SIGNATURE_DOMAIN, record.KIND, author, payload))
+    return msgspec.msgpack.encode(_Envelope(SIGNATURE_DOMAIN, record.KIND, author, payload, signature))
+
+
+def open_envelope(data: bytes, kind: type[R]) -> Signed[R]:
+    """Check an envelope and decode its record.
+
+    Raises MalformedError, VersionError or SignatureError; costs one signature check at most, and allocates no more
+    than the input's size.
+    """
+    if len(data) > min(MAX_ENVELOPE_BYTES, kind.MAX_BYTES + 1024):
+        raise MalformedError(f"{kind.KIND} of {len(data)} bytes; at most {kind.MAX_BYTES} are allowed")
+    envelope = _decode(data, _Envelope, "envelope")
+    if envelope.domain != SIGNATURE_DOMAIN:
+        raise _version_error(envelope)
+    if envelope.kind != kind.KIND:
+        raise MalformedError(f"expected a {kind.KIND}, got a {envelope.kind[:40]!r}")
+    author = PeerId(envelope.author)
+    signed = _signed_bytes(envelope.domain, envelope.kind, envelope.author, envelope.payload)
+    if not author.verify(signed, envelope.signature):
+        raise SignatureError(f"the signature on a {kind.KIND} that names {author.short} as its author does not hold")
+    record = _decode(envelope.payload, kind, kind.KIND)
+    return Signed(record, author, hashlib.sha256(signed).digest(), data)
+
+
+def kind_of(data: bytes) -> str:
+    """What an envelope says it carries, before anything is checked. Raises MalformedError."""
+    if len(data) > MAX_ENVELOPE_BYTES:
+        raise MalformedError(f"an envelope of {len(data)} bytes; at most {MAX_ENVELOPE_BYTES} are allowed")
+    return _decode(data, _Envelope, "envelope").kind
+
+
+def _signed_bytes(domain: str, kind: str, author: bytes, payload: bytes) -> bytes:
+    parts = (domain.encode(), kind.encode(), author, payload)
+    return b"".join(struct.pack(">I", len(part)) + part for part in parts)
+
+
+@cache
+def _decoder(kind: type[Any]) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind)
+
+
+def _decode(data: bytes, kind: type[Any], name: str) -> Any:
+    try:
+        return _decoder(kind).decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise MalformedError(f"not a valid {name}: {str(error)[:200]}") from error
+
+
+def _version_error(envelope: _Envelope) -> VersionError:
+    author = PeerId(envelope.author).short if len(envelope.author) == 32 else "an unknown author"
+    return VersionError(
+        f"a {envelope.kind[:40]!r} from {author} speaks {envelope.domain[:40]!r}; this program speaks {SIGNATURE_DOMAIN!r}",
+        hint=f"install the intellect-node release that speaks {envelope.domain[:40]!r}, or ask that peer to upgrade",
+    )

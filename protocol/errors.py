@@ -1,0 +1,138 @@
+"""Every error that this program names.
+
+NodeError                     base: what failed, why probably, what to do next
+├── ConfigError               a setting, a recipe or a scenario is wrong
+├── IdentityError             a key file is missing, unreadable, or readable by others
+├── DataDirError              a data directory is unwritable, in use, or of another version
+├── PortError                 an address cannot be listened on
+├── BootstrapError            no bootstrap peer can be used
+├── RelayError                no relay could do what was asked
+│   └── RefusedError          a relay refused a request and said why
+├── ComputeError              the compute process reported a failure
+│   └── ComputeCrashed        the compute process died (out of memory, killed)
+├── ModelError                a model, tokenizer or checkpoint cannot be used
+├── EnvironmentUnknown        an environment is missing or has another digest
+└── ProtocolError             bytes from outside break the protocol
+    ├── MalformedError        they do not decode, are too large, or break a bound
+    ├── SignatureError        the signature does not hold
+    ├── WrongAuthorError      the signature holds, but this author may not say that
+    ├── WrongRunError         a record of another run
+    ├── VersionError          another protocol version
+    ├── ClockError            a signed time is in the future or past its end
+    ├── StaleRecordError      an older sequence number than one already seen
+    ├── ChecksumError         bytes do not have the hash that was signed for them
+    └── LedgerError           an entry that the ledger's rules refuse
+"""
+
+
+class NodeError(Exception):
+    """Base of every error a person may see. `hint` is the next step, a sentence or a command.
+
+    `exit_code` is what the command line ends with: 1 failed, 2 usage, 10 newer protocol needed.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  next: {self.hint}" if self.hint else self.message
+
+
+class ConfigError(NodeError):
+    """Raised when a setting, a recipe or a scenario is unknown, missing or out of bounds."""
+
+    exit_code = 2
+
+
+class IdentityError(NodeError):
+    """Raised when a key file is missing, damaged, or readable by other users."""
+
+
+class DataDirError(NodeError):
+    """Raised when a data directory cannot be written, is in use by another node, or is of another version."""
+
+
+class PortError(NodeError):
+    """Raised when an address cannot be listened on, mostly because another program has it."""
+
+
+class BootstrapError(NodeError):
+    """Raised when a bootstrap address cannot be parsed, or answers with another peer id."""
+
+
+class RelayError(NodeError):
+    """Raised when no relay could do what was asked."""
+
+
+class RefusedError(RelayError):
+    """Raised when a relay refused a request; `code` is its machine-readable reason."""
+
+    def __init__(self, message: str, *, code: str, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.code = code
+
+
+class ComputeError(NodeError):
+    """Raised when a call into the compute process failed there; the process lives on."""
+
+
+class ComputeCrashed(ComputeError):
+    """Raised when the compute process died during a call."""
+
+
+class ModelError(NodeError):
+    """Raised when a model directory, a tokenizer or a checkpoint cannot be used."""
+
+
+class EnvironmentUnknown(NodeError):
+    """Raised when an environment is not installed or has another digest than the manifest's."""
+
+
+class ProtocolError(NodeError):
+    """Raised when bytes from outside break the protocol. Never raised for a local fault."""
+
+
+class MalformedError(ProtocolError):
+    """Raised when bytes do not decode, are too large, or break a bound."""
+
+
+class SignatureError(ProtocolError):
+    """Raised when a signature does not hold."""
+
+
+class WrongAuthorError(ProtocolError):
+    """Raised when a signature holds but its author has no right to say what it says."""
+
+
+class WrongRunError(ProtocolError):
+    """Raised when a record belongs to another run."""
+
+
+class VersionError(ProtocolError):
+    """Raised when a record speaks another protocol version."""
+
+    exit_code = 10
+
+
+class ClockError(ProtocolError):
+    """Raised when a signed time lies in the future, or its validity has ended."""
+
+
+class StaleRecordError(ProtocolError):
+    """Raised when a record has an older sequence number than one already seen."""
+
+
+class ChecksumError(ProtocolError):
+    """Raised when bytes do not have the hash that was signed for them."""
+
+
+class LedgerError(ProtocolError):
+    """Raised when an entry breaks a rule of the ledger; `rule` names it."""
+
+    def __init__(self, message: str, *, rule: str) -> None:
+        super().__init__(message)
+        self.rule = rule

@@ -1,0 +1,328 @@
+"""The records that nodes exchange, each in a signed envelope (protocol.envelope).
+
+Times are milliseconds since 1970 UTC. Keys are raw Ed25519 public keys, digests are SHA-256. Every record that
+authorises something names its run and carries a sequence number or an issue time.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from protocol.constants import MAX_SHARDS
+from protocol.envelope import Record
+from protocol.identity import PeerId
+
+Key = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Positive = Annotated[int, Meta(ge=1, le=2**53)]
+Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+Text = Annotated[str, Meta(max_length=1024)]
+Url = Annotated[str, Meta(max_length=256, pattern=r"^https?://")]
+Outcome = Literal["pass", "fail", "unknown"]
+
+
+class Spec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A part of the manifest."""
+
+
+class ModelSpec(Spec):
+    """Which policy the run trains, without its weights."""
+
+    architecture: Digest
+    """SHA-256 of the model's config.json as shipped with the first checkpoint."""
+    tokenizer: Digest
+    """SHA-256 of tokenizer.json."""
+    vocab_size: Positive
+    max_model_len: Positive
+    stop_ids: Annotated[tuple[int, ...], Meta(max_length=16)]
+    """Token ids that end a rollout."""
+
+
+class EnvironmentSpec(Spec):
+    """Where prompts and rewards come from."""
+
+    name: Name
+    digest: Digest
+    """Environment.digest(): covers its name, version and data."""
+
+
+class RolloutSpec(Spec):
+    """Limits of one submission."""
+
+    group_size: Annotated[int, Meta(ge=2, le=256)]
+    """Rollouts per prompt (GRPO's group)."""
+    prompts_per_submission: Annotated[int, Meta(ge=1, le=4096)]
+    max_new_tokens: Annotated[int, Meta(ge=1, le=1 << 20)]
+    temperature: Annotated[float, Meta(gt=0, le=10)]
+    max_submissions_per_step: Annotated[int, Meta(ge=1, le=1 << 16)]
+    """Most submissions of one node at one step."""
+
+
+class BatchSpec(Spec):
+    """What the trainer consumes."""
+
+    rollouts_per_step: Positive
+    max_staleness: Annotated[int, Meta(ge=0, le=64)]
+    """Most checkpoints that a rollout's policy may lie behind the step that trains on it (asynchrony)."""
+    total_steps: Positive
+
+
+class ToplocSpec(Spec):
+    """TOPLOC parameters and thresholds, applied per chunk of 32 tokens."""
+
+    top_k: Annotated[int, Meta(ge=1, le=4096)]
+    max_exponent_mismatches: Count
+    max_mantissa_mean: float
+    max_mantissa_median: float
+
+
+class SamplingSpec(Spec):
+    """Thresholds of the seed-synchronised sampling check, in units of logits."""
+
+    max_margin: float
+    """By how much one emitted token may lose against the best one."""
+    max_mean_margin: float
+    max_logprob_error: float
+    """Between a recorded log-probability and the validator's."""
+
+
+class Manifest(Record, frozen=True):
+    """What a run is; immutable. The id of its envelope is the run id. Signed by the operator."""
+
+    KIND = "manifest"
+    MAX_BYTES = 6 * 1024
+
+    name: Name
+    issued_at_ms: Count
+    trainer: Key
+    validators: Annotated[tuple[Key, ...], Meta(min_length=1, max_length=64)]
+    quorum: Annotated[int, Meta(ge=1, le=64)]
+    admission: Literal["open"]
+    model: ModelSpec
+    environment: EnvironmentSpec
+    rollout: RolloutSpec
+    batch: BatchSpec
+    toploc: ToplocSpec
+    sampling: SamplingSpec
+    shard_bytes: Annotated[int, Meta(ge=4096, le=1 << 28)]
+    recipe: Digest
+    """SHA-256 of the operator's recipe file, for audits."""
+
+    @property
+    def validator_ids(self) -> tuple[PeerId, ...]:
+        return tuple(PeerId(key) for key in self.validators)
+
+    @property
+    def trainer_id(self) -> PeerId:
+        return PeerId(self.trainer)
+
+    @property
+    def rollouts_per_submission(self) -> int:
+        return self.rollout.group_size * self.rollout.prompts_per_submission
+
+
+class Head(Record, frozen=True):
+    """Where a run stands; replaced by a higher sequence. Signed by the trainer on a steady beat, so it is the beacon."""
+
+    KIND = "head"
+    MAX_BYTES = 1024
+
+    run_id: Digest
+    sequence: Positive
+    issued_at_ms: Count
+    step: Count
+    """The training step that rollouts are being collected for."""
+    collecting: bool
+    """False while the step's batch is whole and the next one cannot open before a checkpoint is published."""
+    checkpoint_step: Count
+    """Newest published policy: the weights after this many training steps."""
+    checkpoint: Digest
+    """Id of that policy's CheckpointManifest."""
+    oldest_checkpoint_step: Count
+    """Oldest policy whose rollouts are still taken for `step`."""
+    ledger_length: Count
+    ledger_tip: Digest
+    finished: bool
+
+
+class RunPointer(Record, frozen=True):
+    """DHT value under a run's address: the way from `<operator>/<name>` to its manifest. Signed by the operator."""
+
+    KIND = "run-pointer"
+    MAX_BYTES = 7 * 1024
+
+    name: Name
+    sequence: Positive
+    issued_at_ms: Count
+    valid_until_ms: Count
+    manifest: Annotated[bytes, Meta(max_length=7 * 1024)]
+    """The manifest's envelope."""
+
+
+class RelayAdvert(Record, frozen=True):
+    """DHT value under a run's address and a relay's peer id: how to reach it. Signed by the relay."""
+
+    KIND = "relay-advert"
+    MAX_BYTES = 2048
+
+    run: Digest
+    """RunAddress.digest: a relay may serve a run before it knows its manifest."""
+    sequence: Positive
+    issued_at_ms: Count
+    valid_until_ms: Count
+    multiaddrs: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=8)]
+    http_url: Url
+    software: Annotated[str, Meta(max_length=64)]
+
+
+class OriginNotice(Record, frozen=True):
+    """The trainer tells one relay where to pull checkpoints from; never published. Signed by the trainer."""
+
+    KIND = "origin-notice"
+    MAX_BYTES = 1024
+
+    run_id: Digest
+    relay: Key
+    issued_at_ms: Count
+    http_url: Url
+    token: Annotated[str, Meta(min_length=16, max_length=128)]
+    """Bearer token for the origin, for this relay alone."""
+
+
+class CheckpointFile(Spec):
+    """One file of a checkpoint; files lie one after another in the byte stream that is cut into shards."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
+    size: Count
+    sha256: Digest
+
+
+class CheckpointManifest(Record, frozen=True):
+    """A published policy: files, shards and their hashes (SHARDCAST). Its envelope id names it. Signed by the trainer."""
+
+    KIND = "checkpoint"
+    MAX_BYTES = 768 * 1024
+
+    run_id: Digest
+    step: Count
+    issued_at_ms: Count
+    shard_bytes: Positive
+    files: Annotated[tuple[CheckpointFile, ...], Meta(min_length=1, max_length=1024)]
+    shards: Annotated[tuple[Digest, ...], Meta(min_length=1, max_length=MAX_SHARDS)]
+    sha256: Digest
+    """Of the whole byte stream."""
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+class Submission(Record, frozen=True):
+    """A contributor hands in one file of rollouts, whole groups only. Its envelope id names the submission."""
+
+    KIND = "submission"
+    MAX_BYTES = 2048
+
+    run_id: Digest
+    step: Count
+    index: Count
+    """0, 1, 2 … per node and step; part of the seed, and contiguous, so that prompts cannot be picked."""
+    checkpoint_step: Count
+    checkpoint: Digest
+    sha256: Digest
+    """Of the rollout file."""
+    size: Positive
+    rollouts: Positive
+    output_tokens: Positive
+    engine: Annotated[str, Meta(max_length=64)]
+    dtype: Annotated[str, Meta(max_length=16)]
+    software: Annotated[str, Meta(max_length=64)]
+    issued_at_ms: Count
+
+
+class Receipt(Record, frozen=True):
+    """A relay has stored a submission and its file. Signed by the relay."""
+
+    KIND = "receipt"
+    MAX_BYTES = 1024
+
+    run_id: Digest
+    submission: Digest
+    head_sequence: Count
+    """Newest head the relay held: the beacon for drawn checks is the first one after it."""
+    received_at_ms: Count
+
+
+class CheckResult(Spec):
+    """One check of a verdict: what was measured and what follows."""
+
+    name: Annotated[str, Meta(max_length=32)]
+    outcome: Outcome
+    detail: Text = ""
+    numbers: Annotated[dict[Annotated[str, Meta(max_length=32)], float], Meta(max_length=32)] = {}
+
+
+class Verdict(Record, frozen=True):
+    """What a validator found. `undecided` costs the contributor nothing. Signed by a validator of the manifest."""
+
+    KIND = "verdict"
+    MAX_BYTES = 32 * 1024
+
+    run_id: Digest
+    submission: Digest
+    contributor: Key
+    step: Count
+    outcome: Literal["accept", "reject", "undecided"]
+    hard: bool
+    """A reject that no honest node can get by accident: it evicts."""
+    reason: Text
+    checks: Annotated[tuple[CheckResult, ...], Meta(max_length=32)]
+    mean_reward: float
+    engine: Annotated[str, Meta(max_length=64)]
+    dtype: Annotated[str, Meta(max_length=16)]
+    software: Annotated[str, Meta(max_length=64)]
+    head_sequence: Count
+    issued_at_ms: Count
+
+
+class Batch(Record, frozen=True):
+    """The trainer commits, before it trains, to the submissions of a step. Signed by the trainer."""
+
+    KIND = "batch"
+    MAX_BYTES = 512 * 1024
+
+    run_id: Digest
+    step: Count
+    submissions: Annotated[tuple[Digest, ...], Meta(min_length=1, max_length=1 << 13)]
+    issued_at_ms: Count
+
+
+class Trained(Record, frozen=True):
+    """A training step is done and its policy is durable. Signed by the trainer."""
+
+    KIND = "trained"
+    MAX_BYTES = 4096
+
+    run_id: Digest
+    step: Count
+    """The step that was trained; the policy it gave is checkpoint `step + 1`."""
+    checkpoint: Digest
+    mean_reward: float
+    metrics: Annotated[dict[Annotated[str, Meta(max_length=32)], float], Meta(max_length=64)]
+    issued_at_ms: Count
+
+
+class Eviction(Record, frozen=True):
+    """A contributor is out. Signed by the trainer, justified by a validator's hard verdict."""
+
+    KIND = "eviction"
+    MAX_BYTES = 2048
+
+    run_id: Digest
+    contributor: Key
+    verdict: Digest
+    reason: Text
+    issued_at_ms: Count
