@@ -12,7 +12,7 @@ SIGNATURE_DOMAIN: Final = f"intellect-node/{PROTOCOL_VERSION}"
 """First field under every signature. A change makes every existing signature invalid."""
 
 PROOF_CHUNK_TOKENS: Final = 32
-"""Decoded tokens that one TOPLOC proof covers (TOPLOC section 4). A change alters the number of proofs of every rollout."""
+"""Decoded tokens that one TOPLOC proof covers. A change alters the number of proofs of every rollout."""
 
 PROOF_FIELD: Final = 65497
 """Prime order of the field of the TOPLOC polynomial, the largest prime below 2^16 that the public format uses."""

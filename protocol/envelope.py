@@ -110,7 +110,8 @@ def _decode(data: bytes, kind: type[Any], name: str) -> Any:
 
 def _version_error(envelope: _Envelope) -> VersionError:
     author = PeerId(envelope.author).short if len(envelope.author) == 32 else "an unknown author"
+    theirs = envelope.domain[:40]
     return VersionError(
-        f"a {envelope.kind[:40]!r} from {author} speaks {envelope.domain[:40]!r}; this program speaks {SIGNATURE_DOMAIN!r}",
-        hint=f"install the intellect-node release that speaks {envelope.domain[:40]!r}, or ask that peer to upgrade",
+        f"a {envelope.kind[:40]!r} from {author} speaks {theirs!r}; this program speaks {SIGNATURE_DOMAIN!r}",
+        hint=f"install the intellect-node release that speaks {theirs!r}, or ask that peer to upgrade",
     )

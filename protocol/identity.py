@@ -17,7 +17,7 @@ from protocol.errors import MalformedError
 
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
-_PEER_ID_PREFIX = bytes.fromhex("002408011220")  # identity multihash, 36 bytes, protobuf {type: Ed25519, data: 32 bytes}
+_PEER_ID_PREFIX = bytes.fromhex("002408011220")  # identity multihash of a protobuf public key {Ed25519, 32 bytes}
 
 
 @dataclass(frozen=True, order=True)

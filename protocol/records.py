@@ -28,7 +28,7 @@ class Spec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A part of the manifest."""
 
 
-class ModelSpec(Spec):
+class ModelSpec(Spec, frozen=True, kw_only=True):
     """Which policy the run trains, without its weights."""
 
     architecture: Digest
@@ -41,7 +41,7 @@ class ModelSpec(Spec):
     """Token ids that end a rollout."""
 
 
-class EnvironmentSpec(Spec):
+class EnvironmentSpec(Spec, frozen=True, kw_only=True):
     """Where prompts and rewards come from."""
 
     name: Name
@@ -49,7 +49,7 @@ class EnvironmentSpec(Spec):
     """Environment.digest(): covers its name, version and data."""
 
 
-class RolloutSpec(Spec):
+class RolloutSpec(Spec, frozen=True, kw_only=True):
     """Limits of one submission."""
 
     group_size: Annotated[int, Meta(ge=2, le=256)]
@@ -61,7 +61,7 @@ class RolloutSpec(Spec):
     """Most submissions of one node at one step."""
 
 
-class BatchSpec(Spec):
+class BatchSpec(Spec, frozen=True, kw_only=True):
     """What the trainer consumes."""
 
     rollouts_per_step: Positive
@@ -70,7 +70,7 @@ class BatchSpec(Spec):
     total_steps: Positive
 
 
-class ToplocSpec(Spec):
+class ToplocSpec(Spec, frozen=True, kw_only=True):
     """TOPLOC parameters and thresholds, applied per chunk of 32 tokens."""
 
     top_k: Annotated[int, Meta(ge=1, le=4096)]
@@ -79,7 +79,7 @@ class ToplocSpec(Spec):
     max_mantissa_median: float
 
 
-class SamplingSpec(Spec):
+class SamplingSpec(Spec, frozen=True, kw_only=True):
     """Thresholds of the seed-synchronised sampling check, in units of logits."""
 
     max_margin: float
@@ -89,7 +89,7 @@ class SamplingSpec(Spec):
     """Between a recorded log-probability and the validator's."""
 
 
-class Manifest(Record, frozen=True):
+class Manifest(Record, frozen=True, kw_only=True):
     """What a run is; immutable. The id of its envelope is the run id. Signed by the operator."""
 
     KIND = "manifest"
@@ -124,8 +124,8 @@ class Manifest(Record, frozen=True):
         return self.rollout.group_size * self.rollout.prompts_per_submission
 
 
-class Head(Record, frozen=True):
-    """Where a run stands; replaced by a higher sequence. Signed by the trainer on a steady beat, so it is the beacon."""
+class Head(Record, frozen=True, kw_only=True):
+    """Where a run stands; a higher sequence replaces it. Signed by the trainer on a steady beat: the beacon."""
 
     KIND = "head"
     MAX_BYTES = 1024
@@ -148,7 +148,7 @@ class Head(Record, frozen=True):
     finished: bool
 
 
-class RunPointer(Record, frozen=True):
+class RunPointer(Record, frozen=True, kw_only=True):
     """DHT value under a run's address: the way from `<operator>/<name>` to its manifest. Signed by the operator."""
 
     KIND = "run-pointer"
@@ -162,7 +162,7 @@ class RunPointer(Record, frozen=True):
     """The manifest's envelope."""
 
 
-class RelayAdvert(Record, frozen=True):
+class RelayAdvert(Record, frozen=True, kw_only=True):
     """DHT value under a run's address and a relay's peer id: how to reach it. Signed by the relay."""
 
     KIND = "relay-advert"
@@ -178,7 +178,7 @@ class RelayAdvert(Record, frozen=True):
     software: Annotated[str, Meta(max_length=64)]
 
 
-class OriginNotice(Record, frozen=True):
+class OriginNotice(Record, frozen=True, kw_only=True):
     """The trainer tells one relay where to pull checkpoints from; never published. Signed by the trainer."""
 
     KIND = "origin-notice"
@@ -192,7 +192,7 @@ class OriginNotice(Record, frozen=True):
     """Bearer token for the origin, for this relay alone."""
 
 
-class CheckpointFile(Spec):
+class CheckpointFile(Spec, frozen=True, kw_only=True):
     """One file of a checkpoint; files lie one after another in the byte stream that is cut into shards."""
 
     name: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
@@ -200,8 +200,8 @@ class CheckpointFile(Spec):
     sha256: Digest
 
 
-class CheckpointManifest(Record, frozen=True):
-    """A published policy: files, shards and their hashes (SHARDCAST). Its envelope id names it. Signed by the trainer."""
+class CheckpointManifest(Record, frozen=True, kw_only=True):
+    """A published policy: files, shards, hashes (SHARDCAST); its envelope id names it. Signed by the trainer."""
 
     KIND = "checkpoint"
     MAX_BYTES = 768 * 1024
@@ -220,7 +220,7 @@ class CheckpointManifest(Record, frozen=True):
         return sum(file.size for file in self.files)
 
 
-class Submission(Record, frozen=True):
+class Submission(Record, frozen=True, kw_only=True):
     """A contributor hands in one file of rollouts, whole groups only. Its envelope id names the submission."""
 
     KIND = "submission"
@@ -243,7 +243,7 @@ class Submission(Record, frozen=True):
     issued_at_ms: Count
 
 
-class Receipt(Record, frozen=True):
+class Receipt(Record, frozen=True, kw_only=True):
     """A relay has stored a submission and its file. Signed by the relay."""
 
     KIND = "receipt"
@@ -256,7 +256,7 @@ class Receipt(Record, frozen=True):
     received_at_ms: Count
 
 
-class CheckResult(Spec):
+class CheckResult(Spec, frozen=True, kw_only=True):
     """One check of a verdict: what was measured and what follows."""
 
     name: Annotated[str, Meta(max_length=32)]
@@ -265,7 +265,7 @@ class CheckResult(Spec):
     numbers: Annotated[dict[Annotated[str, Meta(max_length=32)], float], Meta(max_length=32)] = {}
 
 
-class Verdict(Record, frozen=True):
+class Verdict(Record, frozen=True, kw_only=True):
     """What a validator found. `undecided` costs the contributor nothing. Signed by a validator of the manifest."""
 
     KIND = "verdict"
@@ -288,7 +288,7 @@ class Verdict(Record, frozen=True):
     issued_at_ms: Count
 
 
-class Batch(Record, frozen=True):
+class Batch(Record, frozen=True, kw_only=True):
     """The trainer commits, before it trains, to the submissions of a step. Signed by the trainer."""
 
     KIND = "batch"
@@ -300,7 +300,7 @@ class Batch(Record, frozen=True):
     issued_at_ms: Count
 
 
-class Trained(Record, frozen=True):
+class Trained(Record, frozen=True, kw_only=True):
     """A training step is done and its policy is durable. Signed by the trainer."""
 
     KIND = "trained"
@@ -315,7 +315,7 @@ class Trained(Record, frozen=True):
     issued_at_ms: Count
 
 
-class Eviction(Record, frozen=True):
+class Eviction(Record, frozen=True, kw_only=True):
     """A contributor is out. Signed by the trainer, justified by a validator's hard verdict."""
 
     KIND = "eviction"
