@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -88,7 +87,8 @@ def kind_of(data: bytes) -> str:
     """What an envelope says it carries, before anything is checked. Raises MalformedError."""
     if len(data) > MAX_ENVELOPE_BYTES:
         raise MalformedError(f"an envelope of {len(data)} bytes; at most {MAX_ENVELOPE_BYTES} are allowed")
-    return _decode(data, _Envelope, "envelope").kind
+    envelope: _Envelope = _decode(data, _Envelope, "envelope")
+    return envelope.kind
 
 
 def _signed_bytes(domain: str, kind: str, author: bytes, payload: bytes) -> bytes:
@@ -96,9 +96,13 @@ def _signed_bytes(domain: str, kind: str, author: bytes, payload: bytes) -> byte
     return b"".join(struct.pack(">I", len(part)) + part for part in parts)
 
 
-@cache
+_decoders: dict[type[Any], msgspec.msgpack.Decoder[Any]] = {}
+
+
 def _decoder(kind: type[Any]) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(kind)
+    if kind not in _decoders:
+        _decoders[kind] = msgspec.msgpack.Decoder(kind)
+    return _decoders[kind]
 
 
 def _decode(data: bytes, kind: type[Any], name: str) -> Any:

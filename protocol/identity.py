@@ -31,7 +31,7 @@ class PeerId:
             raise MalformedError(f"a public key has {KEY_BYTES} bytes, not {len(self.public_key)}")
 
     def __str__(self) -> str:
-        return base58.b58encode(_PEER_ID_PREFIX + self.public_key).decode("ascii")
+        return str(base58.b58encode(_PEER_ID_PREFIX + self.public_key), "ascii")
 
     @property
     def short(self) -> str:

@@ -18,9 +18,10 @@ Key = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Positive = Annotated[int, Meta(ge=1, le=2**53)]
-Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-z0-9][a-z0-9._-]*\Z")]
 Text = Annotated[str, Meta(max_length=1024)]
-Url = Annotated[str, Meta(max_length=256, pattern=r"^https?://")]
+Url = Annotated[str, Meta(max_length=256, pattern=r"^https?://[!-~]+\Z")]
+Threshold = Annotated[float, Meta(ge=0)]  # refuses NaN, which every measurement would pass
 Outcome = Literal["pass", "fail", "unknown"]
 
 
@@ -75,17 +76,17 @@ class ToplocSpec(Spec, frozen=True, kw_only=True):
 
     top_k: Annotated[int, Meta(ge=1, le=4096)]
     max_exponent_mismatches: Count
-    max_mantissa_mean: float
-    max_mantissa_median: float
+    max_mantissa_mean: Threshold
+    max_mantissa_median: Threshold
 
 
 class SamplingSpec(Spec, frozen=True, kw_only=True):
     """Thresholds of the seed-synchronised sampling check, in units of logits."""
 
-    max_margin: float
+    max_margin: Threshold
     """By how much one emitted token may lose against the best one."""
-    max_mean_margin: float
-    max_logprob_error: float
+    max_mean_margin: Threshold
+    max_logprob_error: Threshold
     """Between a recorded log-probability and the validator's."""
 
 
@@ -195,7 +196,7 @@ class OriginNotice(Record, frozen=True, kw_only=True):
 class CheckpointFile(Spec, frozen=True, kw_only=True):
     """One file of a checkpoint; files lie one after another in the byte stream that is cut into shards."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
+    name: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*\Z")]
     size: Count
     sha256: Digest
 
@@ -319,7 +320,7 @@ class Eviction(Record, frozen=True, kw_only=True):
     """A contributor is out. Signed by the trainer, justified by a validator's hard verdict."""
 
     KIND = "eviction"
-    MAX_BYTES = 2048
+    MAX_BYTES = 5 * 1024
 
     run_id: Digest
     contributor: Key

@@ -1,0 +1,38 @@
+"""Writing a small file so that a crash leaves the old content or the new, never a part."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from protocol.errors import DataDirError
+
+
+def write_atomically(path: Path, data: bytes, *, mode: int = 0o644, sync: bool = True) -> None:
+    """Write, fsync, rename. With `sync=False` a power cut may bring the old content back. Raises DataDirError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+        if sync:
+            sync_directory(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise DataDirError(
+            f"cannot write {path}: {error.strerror}",
+            hint=f"check free space and permissions (`df -h {path.parent}`, `ls -ld {path.parent}`)",
+        ) from error
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames and new names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,291 @@
+"""The inference role: hold the newest policy, generate rollouts with proofs, hand them in, learn what became of them.
+
+Nobody schedules a contributor: step, submission index and its own key fix what it must generate. Four loops share one
+durable outbox: policies, generation, sending, verdicts.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import trio
+
+from node.clock import now_ms
+from node.compute.process import ComputeProcess
+from node.feeds import Feeds
+from node.inference.outbox import Outbox, Outgoing
+from node.policies import Policies
+from node.status import StatusBoard
+from node.swarm import Swarm
+from node.version import SOFTWARE
+from protocol.envelope import Signed, open_envelope, seal
+from protocol.errors import ComputeError, NodeError, ProtocolError, RefusedError, RelayError
+from protocol.identity import Identity, PeerId
+from protocol.records import Head, Submission
+
+log = logging.getLogger(__name__)
+
+GENERATE_TIMEOUT_S = 3600.0
+LOAD_TIMEOUT_S = 600.0
+MAX_UNSENT = 16
+"""Generation pauses while this many submissions wait for a relay."""
+RESEND_AFTER_S = 60.0
+"""A submission without a verdict for this long goes to a second relay, in case the first one is gone."""
+RESEND_CHECK_S = 10.0
+LAST_VERDICTS_S = 3.0
+FILES_KEPT_STEPS = 8
+RETRY_CODES = frozenset({"no-manifest", "no-head", "disk-full", "busy"})
+"""Refusals that another relay, or the same one later, may not repeat."""
+
+
+class Evicted(NodeError):
+    """Raised when the run has evicted this node."""
+
+
+@dataclass(frozen=True)
+class InferenceParts:
+    """What the role is built from; node.app makes and starts them."""
+
+    identity: Identity
+    swarm: Swarm
+    policies: Policies
+    compute: ComputeProcess
+    outbox: Outbox
+    feeds: Feeds
+    board: StatusBoard
+    work_dir: Path
+
+
+class InferenceRole:
+    """A contributor's node. `run` ends when the run is finished and raises Evicted when this node is thrown out."""
+
+    def __init__(self, parts: InferenceParts) -> None:
+        self._p = parts
+        self._manifest = parts.swarm.manifest
+        self._loaded: bytes | None = None
+        self._changed = trio.Event()
+        self._sent_at: dict[bytes, float] = {}
+        self._tokens = 0
+        self._busy_s = 0.0
+
+    async def run(self) -> None:
+        self._p.work_dir.mkdir(parents=True, exist_ok=True)
+        self._show_counts()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._send_loop)
+            nursery.start_soon(self._verdict_loop)
+            await self._generate_loop()
+            await self._hand_in_rest()
+            nursery.cancel_scope.cancel()
+
+    async def leave(self, deadline_s: float) -> None:
+        """Hand in what is finished, within a deadline. What remains stays in the outbox for the next start."""
+        self._p.board.state("stopping", "handing in finished rollouts")
+        with trio.move_on_after(deadline_s):
+            for outgoing in self._p.outbox.ready():
+                await self._send(outgoing)
+
+    async def _generate_loop(self) -> None:
+        while True:
+            head = await self._p.swarm.wait_head(0)
+            if head.record.finished:
+                return
+            blocked = self._blocked(head.record)
+            if blocked:
+                self._p.board.waiting(blocked)
+                await self._wait_for_news(head)
+                continue
+            await self._generate_one(head.record)
+
+    def _blocked(self, head: Head) -> str | None:
+        """Why nothing can be generated now, in words for a person; None when something can."""
+        if self._p.outbox.count("ready") >= MAX_UNSENT:
+            return f"a relay to take {MAX_UNSENT} finished submissions"
+        if not head.collecting:
+            return f"checkpoint {head.checkpoint_step + 1}: the batch of step {head.step} is whole"
+        if self._p.outbox.next_index(head.step) >= self._manifest.record.rollout.max_submissions_per_step:
+            return f"step {head.step + 1}: this node's share of step {head.step} is done"
+        if self._p.policies.newest(head.oldest_checkpoint_step) is None:
+            return f"checkpoint {head.checkpoint_step} from the relays"
+        return None
+
+    async def _wait_for_news(self, head: Signed[Head]) -> None:
+        changed = self._changed
+        async with trio.open_nursery() as nursery:
+
+            async def until_head() -> None:
+                await self._p.swarm.wait_head(head.record.sequence)
+                nursery.cancel_scope.cancel()
+
+            async def until_outbox() -> None:
+                await changed.wait()
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(until_head)
+            nursery.start_soon(until_outbox)
+
+    async def _generate_one(self, head: Head) -> None:
+        held = self._p.policies.newest(head.oldest_checkpoint_step)
+        if held is None:
+            return
+        policy_step, checkpoint, path = held
+        index = self._p.outbox.next_index(head.step)
+        self._p.board.working(f"generating submission {index} of step {head.step} with checkpoint {policy_step}")
+        file = self._p.work_dir / f"{head.step:06d}-{index:04d}.parquet"
+        try:
+            await self._load(checkpoint, path)
+            made = await self._p.compute.call(
+                "generate",
+                timeout_s=GENERATE_TIMEOUT_S,
+                run_id=self._manifest.id,
+                step=head.step,
+                checkpoint=checkpoint,
+                contributor=self._p.identity.peer_id.public_key,
+                index=index,
+                manifest=msgspec.msgpack.encode(self._manifest.record),
+                path=str(file),
+            )
+        except ComputeError as error:
+            self._loaded = None
+            log.error("generate step=%d index=%d error=%r", head.step, index, error.message)
+            self._p.board.waiting(f"the engine to recover: {error.message[:200]}")
+            await trio.sleep(2)
+            return
+        self._post(head.step, index, policy_step, checkpoint, made, file)
+
+    async def _load(self, checkpoint: bytes, path: Path) -> None:
+        if self._loaded == (checkpoint, self._p.compute.restarts):
+            return
+        await self._p.compute.call("load", timeout_s=LOAD_TIMEOUT_S, checkpoint_dir=str(path), checkpoint_id=checkpoint)
+        self._loaded = (checkpoint, self._p.compute.restarts)
+
+    def _post(
+        self, step: int, index: int, policy_step: int, checkpoint: bytes, made: dict[str, object], file: Path
+    ) -> None:
+        result = msgspec.convert(made, Made)
+        record = Submission(
+            run_id=self._manifest.id,
+            step=step,
+            index=index,
+            checkpoint_step=policy_step,
+            checkpoint=checkpoint,
+            sha256=result.sha256,
+            size=result.size,
+            rollouts=result.rollouts,
+            output_tokens=result.output_tokens,
+            engine=result.engine,
+            dtype=result.dtype,
+            software=SOFTWARE,
+            issued_at_ms=now_ms(),
+        )
+        self._p.outbox.add(open_envelope(seal(record, self._p.identity), Submission), file)
+        self._tokens += result.output_tokens
+        self._busy_s += result.seconds
+        self._news()
+
+    async def _send_loop(self) -> None:
+        while True:
+            changed = self._changed
+            waiting = self._p.outbox.ready()
+            for outgoing in waiting:
+                if not await self._send(outgoing):
+                    await trio.sleep(random.uniform(0.5, 2.0))
+                    break
+            else:
+                if not waiting:
+                    with trio.move_on_after(RESEND_CHECK_S):
+                        await changed.wait()
+                    await self._resend_unjudged()
+
+    async def _send(self, outgoing: Outgoing, *, avoid: PeerId | None = None) -> bool:
+        """Give one submission to one relay; whether it is settled there (taken or refused for good)."""
+        client = self._p.swarm.choose_relay(avoid=avoid)
+        if client is None:
+            return False
+        try:
+            receipt = await client.submit(outgoing.envelope, outgoing.path)
+        except RefusedError as error:
+            return self._refused(outgoing, error)
+        except (RelayError, ProtocolError) as error:
+            log.warning("send relay=%s step=%d error=%r", client.peer_id.short, outgoing.step, error.message)
+            self._p.swarm.failed(client.peer_id)
+            return False
+        self._p.outbox.received(outgoing.id, client.peer_id, receipt)
+        self._sent_at[outgoing.id] = time.monotonic()
+        self._news()
+        return True
+
+    def _refused(self, outgoing: Outgoing, error: RefusedError) -> bool:
+        if error.code == "evicted":
+            raise Evicted(
+                f"this node was evicted from the run: {error.message}",
+                hint="`intellect-node status` shows the verdict; a new contributor needs another --data-dir",
+            )
+        if error.code in RETRY_CODES:
+            return False
+        log.warning(
+            "refused step=%d index=%d code=%s reason=%r", *(outgoing.step, outgoing.index), error.code, error.message
+        )
+        self._p.outbox.refused(outgoing.id, f"{error.code}: {error.message}")
+        self._sent_at.pop(outgoing.id, None)
+        self._news()
+        return True
+
+    async def _resend_unjudged(self) -> None:
+        """Offer what nobody judges to another relay: the first one may be gone with it."""
+        for outgoing in self._p.outbox.unjudged():
+            sent_at = self._sent_at.setdefault(outgoing.id, time.monotonic())
+            if time.monotonic() - sent_at > RESEND_AFTER_S and outgoing.path.exists():
+                await self._send(outgoing, avoid=self._p.outbox.relay_of(outgoing.id))
+                self._sent_at[outgoing.id] = time.monotonic()
+
+    async def _verdict_loop(self) -> None:
+        while True:
+            client, item = await self._p.feeds.next()
+            if item.verdict is not None and self._p.outbox.judged(item.verdict):
+                record = item.verdict.record
+                self._sent_at.pop(record.submission, None)
+                log.info("verdict step=%d outcome=%s reason=%r", record.step, record.outcome, record.reason)
+                self._p.outbox.discard_files(record.step - FILES_KEPT_STEPS)
+                self._news()
+            self._p.feeds.done(client, item)
+
+    async def _hand_in_rest(self) -> None:
+        """The run is finished: what no relay has taken yet is of no use to anybody."""
+        self._p.board.state("finished", "the run is finished")
+        with trio.move_on_after(LAST_VERDICTS_S):
+            while self._p.outbox.count("received"):
+                changed = self._changed
+                await changed.wait()
+
+    def _news(self) -> None:
+        self._show_counts()
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def _show_counts(self) -> None:
+        self._p.board.update(
+            accepted=self._p.outbox.count("accepted"),
+            pending=self._p.outbox.count("ready", "received", "undecided"),
+            rejected=self._p.outbox.reasons(),
+        )
+        speed = self._tokens / self._busy_s if self._busy_s else 0.0
+        self._p.board.details(tokens_per_s=round(speed, 1), outbox=self._p.outbox.count("ready"))
+
+
+class Made(msgspec.Struct):
+    """What the compute process says of a generated submission."""
+
+    sha256: bytes
+    size: int
+    rollouts: int
+    output_tokens: int
+    mean_reward: float
+    engine: str
+    dtype: str
+    seconds: float

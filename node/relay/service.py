@@ -1,0 +1,296 @@
+"""The relay's HTTP interface: routes under /v1, each a thin skin over the desk and the store.
+
+Asyncio code on p2p.bridge's thread. Whatever touches the disk goes to a worker thread; long polls sleep on one bell.
+Bounded everywhere: bodies, uploads at once, waiting polls, waiting times, sizes of answers. Checkpoint routes belong to
+p2p.shardcast and are served beside these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import logging
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from node.relay.desk import RelayDesk
+from node.relay.store import RelayStore
+from node.version import SOFTWARE
+from p2p.bridge import AioThread
+from p2p.http import FileRange, body_chunks, msgpack_response, read_body, send_ranges
+from protocol.constants import PROTOCOL_VERSION
+from protocol.envelope import Signed, open_envelope
+from protocol.errors import MalformedError, RefusedError
+from protocol.records import Submission, Verdict
+
+log = logging.getLogger(__name__)
+
+RECORD_HEADER: Final = "X-Intellect-Record"
+MAX_WAIT_S: Final = 30.0
+MAX_POLLS: Final = 768
+MAX_UPLOADS: Final = 64
+MAX_LEDGER_ENTRIES: Final = 500
+MAX_LEDGER_BYTES: Final = 4 << 20
+UPLOAD_GRACE_S: Final = 60.0
+MIN_UPLOAD_BYTES_PER_S: Final = 16 << 10
+"""Slower uploads are cut off: a slot must not be held for nothing."""
+PROGRESS_TIMEOUT_S: Final = 15.0
+
+FEED_KINDS: Final = (Submission.KIND, Verdict.KIND)
+
+T = TypeVar("T")
+
+
+@dataclass
+class Traffic:
+    """Bytes of bodies since start."""
+
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+
+class RelayService:
+    """Routes of one relay. Give `routes()` and `middleware` to a p2p.http.HttpServer on the same thread."""
+
+    def __init__(self, aio: AioThread, desk: RelayDesk, store: RelayStore) -> None:
+        self._desk = desk
+        self._store = store
+        self._bell = _Bell()
+        self._polls = _Slots(MAX_POLLS, "polls")
+        self._uploads = _Slots(MAX_UPLOADS, "uploads")
+        self.traffic = Traffic()
+        desk.subscribe(lambda: aio.call_soon(self._bell.ring))
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/v1/info", self._info),
+            web.get("/v1/manifest", self._manifest),
+            web.get("/v1/head", self._head),
+            web.get("/v1/feed", self._feed),
+            web.get("/v1/ledger", self._ledger),
+            web.get("/v1/submissions/{id}/file", self._file),
+            web.post("/v1/origin", self._post_origin),
+            web.post("/v1/head", self._post_head),
+            web.post("/v1/submissions", self._post_submission),
+            web.post("/v1/verdicts", self._post_verdict),
+        ]
+
+    @web.middleware
+    async def _count(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        self.traffic.bytes_in += request.content_length or 0
+        response = await handler(request)
+        self.traffic.bytes_out += response.content_length or 0
+        return response
+
+    @property
+    def middleware(self) -> Callable[..., Awaitable[web.StreamResponse]]:
+        """Counts traffic."""
+        return self._count
+
+    # What is known of the run.
+
+    async def _info(self, _: web.Request) -> web.Response:
+        desk = self._desk
+        info = {"peer_id": str(desk.peer_id), "software": SOFTWARE, "protocol": PROTOCOL_VERSION, "run": str(desk.run)}
+        return msgpack_response(info)
+
+    async def _manifest(self, _: web.Request) -> web.Response:
+        manifest = self._desk.manifest
+        if manifest is None:
+            raise RefusedError("this relay does not know the run's manifest yet", code="no-manifest")
+        return msgpack_response(manifest.data)
+
+    async def _head(self, request: web.Request) -> web.Response:
+        after = _number(request, "after", default=0, most=2**53)
+
+        async def newer() -> bytes | None:
+            head = self._desk.head
+            return head.data if head is not None and head.record.sequence > after else None
+
+        data = await self._poll(request, newer)
+        return web.Response(status=204) if data is None else msgpack_response(data)
+
+    async def _ledger(self, request: web.Request) -> web.Response:
+        start = _number(request, "from", default=0, most=2**53)
+        limit = _number(request, "limit", default=MAX_LEDGER_ENTRIES, most=MAX_LEDGER_ENTRIES)
+        return msgpack_response(await asyncio.to_thread(self._ledger_entries, start, limit))
+
+    def _ledger_entries(self, start: int, limit: int) -> list[bytes]:
+        ledger = self._desk.ledger
+        entries: list[bytes] = []
+        total = 0
+        while ledger is not None and len(entries) < limit and total < MAX_LEDGER_BYTES:
+            found = ledger.entries(start + len(entries), 1)
+            if not found:
+                break
+            entries += found
+            total += len(found[0])
+        return entries
+
+    async def _post_origin(self, request: web.Request) -> web.Response:
+        body = await read_body(request)
+        try:
+            manifest, notice, head = msgspec.msgpack.decode(body, type=tuple[bytes, bytes, bytes])
+        except msgspec.MsgspecError as error:
+            raise MalformedError(f"not a list of manifest, origin notice and head: {str(error)[:100]}") from error
+        sequence = await asyncio.to_thread(self._desk.accept_origin, manifest, notice, head)
+        return msgpack_response({"head_sequence": sequence})
+
+    async def _post_head(self, request: web.Request) -> web.Response:
+        body = await read_body(request)
+        return msgpack_response({"head_sequence": await asyncio.to_thread(self._desk.accept_head, body)})
+
+    # Submissions, verdicts and the feed.
+
+    async def _post_submission(self, request: web.Request) -> web.Response:
+        submission = open_envelope(_record_header(request), Submission)
+        receipt = await asyncio.to_thread(self._desk.admit, submission)
+        if receipt is None:
+            with self._uploads.taken():
+                receipt = await self._receive(request, submission)
+            self._desk.feed_changed()
+        return msgpack_response(receipt)
+
+    async def _receive(self, request: web.Request, submission: Signed[Submission]) -> bytes:
+        size = submission.record.size
+        with self._store.upload(submission) as upload:
+            try:
+                async with asyncio.timeout(UPLOAD_GRACE_S + size / MIN_UPLOAD_BYTES_PER_S):
+                    async for chunk in body_chunks(request, max_bytes=size, progress_timeout_s=PROGRESS_TIMEOUT_S):
+                        upload.write(chunk)
+            except TimeoutError as error:
+                raise RefusedError(
+                    f"the upload was slower than {MIN_UPLOAD_BYTES_PER_S >> 10} KiB/s",
+                    code="timeout",
+                    hint="check the link to this relay, or hand in at another one",
+                ) from error
+            return await asyncio.to_thread(upload.keep, lambda: self._desk.make_receipt(submission))
+
+    async def _file(self, request: web.Request) -> web.StreamResponse:
+        submission_id = _digest(request.match_info["id"], "submission id")
+        with await asyncio.to_thread(self._store.open_file, submission_id) as file:
+            size = os.fstat(file.fileno()).st_size
+            return await send_ranges(request, [FileRange(file, 0, size)])
+
+    async def _post_verdict(self, request: web.Request) -> web.Response:
+        body = await read_body(request)
+        await asyncio.to_thread(self._desk.accept_verdict, body)
+        return msgpack_response({})
+
+    async def _feed(self, request: web.Request) -> web.Response:
+        after = _number(request, "after", default=0, most=2**53)
+        limit = _number(request, "limit", default=200, most=500)
+        kinds = _kinds(request)
+        about = _digest(request.query["about"], "key") if "about" in request.query else None
+
+        async def news() -> list[tuple[int, str, bytes, bytes]] | None:
+            rows = await asyncio.to_thread(self._store.feed, after, kinds=kinds, about=about, limit=limit)
+            return [(row.seq, row.kind, row.envelope, row.receipt) for row in rows] or None
+
+        return msgpack_response(await self._poll(request, news) or [])
+
+    async def _poll(self, request: web.Request, look: Callable[[], Awaitable[T | None]]) -> T | None:
+        """Look until there is something or the wait that was asked for is over."""
+        wait_s = min(_seconds(request, "wait_s"), MAX_WAIT_S)
+        event = self._bell.event
+        found = await look()
+        if found is not None or wait_s <= 0:
+            return found
+        with self._polls.taken():
+            try:
+                async with asyncio.timeout(wait_s):
+                    while found is None:
+                        await event.wait()
+                        event = self._bell.event
+                        found = await look()
+            except TimeoutError:
+                return None
+        return found
+
+
+class _Bell:
+    """Wakes every waiting poll at once. Take `event` before looking, so that a ring in between is not missed."""
+
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+
+    def ring(self) -> None:
+        self.event.set()
+        self.event = asyncio.Event()
+
+
+class _Slots:
+    """How many of a kind may be under way at once."""
+
+    def __init__(self, most: int, name: str) -> None:
+        self._most = most
+        self._name = name
+        self._used = 0
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Hold a slot. Raises RefusedError `busy` when there is none."""
+        if self._used >= self._most:
+            raise RefusedError(
+                f"this relay has {self._most} {self._name} under way, its most",
+                code="busy",
+                hint="try again in a few seconds, or at another relay",
+            )
+        self._used += 1
+        try:
+            yield
+        finally:
+            self._used -= 1
+
+
+def _record_header(request: web.Request) -> bytes:
+    try:
+        return base64.b64decode(request.headers[RECORD_HEADER], validate=True)
+    except (KeyError, ValueError, binascii.Error) as error:
+        raise MalformedError(f"the header {RECORD_HEADER} must hold the record's envelope in base64") from error
+
+
+def _number(request: web.Request, name: str, *, default: int, most: int) -> int:
+    text = request.query.get(name, "")
+    if not text:
+        return default
+    if not text.isascii() or not text.isdigit() or len(text) > 16:
+        raise MalformedError(f"{name} must be a whole number, not {text[:40]!r}")
+    return min(int(text), most)
+
+
+def _seconds(request: web.Request, name: str) -> float:
+    try:
+        seconds = float(request.query.get(name, "0"))
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 3600:
+        raise MalformedError(f"{name} must be a number of seconds from 0 to 3600")
+    return seconds
+
+
+def _digest(text: str, what: str) -> bytes:
+    try:
+        value = bytes.fromhex(text)
+    except ValueError:
+        value = b""
+    if len(value) != 32:
+        raise MalformedError(f"a {what} is 64 hexadecimal digits, not {text[:70]!r}")
+    return value
+
+
+def _kinds(request: web.Request) -> list[str]:
+    kinds = request.query.get("kinds", ",".join(FEED_KINDS)).split(",")[: len(FEED_KINDS) + 1]
+    unknown = [kind for kind in kinds if kind not in FEED_KINDS]
+    if unknown:
+        raise MalformedError(f"the feed has {' and '.join(FEED_KINDS)}, no {unknown[0][:40]!r}")
+    return kinds

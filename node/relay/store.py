@@ -1,0 +1,377 @@
+"""What a relay keeps: the feed of submissions and verdicts, rollout files, and the run's own records, on one disk.
+
+One SQLite file (WAL, fully synchronous) beside a directory of files. Everything is durable before a method returns, so
+a receipt never promises what a crash could lose, and a crash at any point leaves nothing but temporary files, which
+opening sweeps away. Who may hand in what is decided elsewhere (node.relay.desk); nothing here knows the network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from node.atomic import sync_directory
+from protocol.envelope import Signed
+from protocol.errors import ChecksumError, DataDirError, RefusedError
+from protocol.identity import PeerId
+from protocol.records import Submission, Verdict
+
+log = logging.getLogger(__name__)
+
+MAX_FEED_ITEMS: Final = 500
+MAX_FEED_BYTES: Final = 4 << 20
+ROW_BYTES: Final = 4096
+"""What one feed row is charged against the quota, so that tiny submissions cannot fill a disk for free."""
+FREE_DISK_BYTES: Final = 64 << 20
+"""Left free on the file system for the database, checkpoints and the ledger."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS feed (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    kind TEXT NOT NULL,
+    id BLOB NOT NULL UNIQUE,
+    author BLOB NOT NULL,
+    about BLOB NOT NULL,
+    step INTEGER NOT NULL,
+    idx INTEGER,
+    subject BLOB NOT NULL,
+    file_bytes INTEGER NOT NULL DEFAULT 0,
+    envelope BLOB NOT NULL,
+    receipt BLOB NOT NULL
+);
+CREATE UNIQUE INDEX IF NOT EXISTS one_index ON feed (author, step, idx) WHERE kind = 'submission';
+CREATE UNIQUE INDEX IF NOT EXISTS one_verdict ON feed (author, subject) WHERE kind = 'verdict';
+CREATE INDEX IF NOT EXISTS by_kind ON feed (kind, seq);
+CREATE INDEX IF NOT EXISTS by_about ON feed (about, seq);
+CREATE INDEX IF NOT EXISTS with_file ON feed (step) WHERE file_bytes > 0;
+CREATE TABLE IF NOT EXISTS documents (name TEXT PRIMARY KEY, envelope BLOB NOT NULL);
+"""
+
+
+@dataclass(frozen=True)
+class FeedRow:
+    """One item of the feed; `receipt` is empty unless it is a submission."""
+
+    seq: int
+    kind: str
+    envelope: bytes
+    receipt: bytes
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """What the store holds."""
+
+    submissions: int
+    verdicts: int
+    file_bytes: int
+
+
+class RelayStore:
+    """Thread-safe and synchronous; each call is one short transaction. Raises DataDirError when the disk fails."""
+
+    def __init__(self, directory: Path, *, max_bytes: int) -> None:
+        self._directory = directory
+        self._files = directory / "submissions"
+        self._incoming = directory / "incoming"
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._reserved = 0
+        with self._errors():
+            for each in (self._files, self._incoming):
+                each.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(directory / "relay.sqlite", isolation_level=None, check_same_thread=False)
+            self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;" + _SCHEMA)
+            self._sweep()
+            self._submissions, self._verdicts, self._file_bytes = self._count()
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    # The run's own records: manifest, head, origin notice.
+
+    def document(self, name: str) -> bytes | None:
+        row = self._one("SELECT envelope FROM documents WHERE name = ?", name)
+        return bytes(row[0]) if row else None
+
+    def set_document(self, name: str, envelope: bytes) -> None:
+        """Replace a record; durable on return."""
+        with self._lock, self._errors():
+            self._db.execute("INSERT OR REPLACE INTO documents (name, envelope) VALUES (?, ?)", (name, envelope))
+
+    # Submissions.
+
+    def receipt(self, submission_id: bytes) -> bytes | None:
+        """The receipt that was given for a submission, if it is stored."""
+        row = self._one("SELECT receipt FROM feed WHERE kind = 'submission' AND id = ?", submission_id)
+        return bytes(row[0]) if row else None
+
+    def index_taken(self, author: PeerId, step: int, index: int) -> bool:
+        """Whether this author has handed in a submission with this index at this step."""
+        query = "SELECT 1 FROM feed WHERE kind = 'submission' AND author = ? AND step = ? AND idx = ?"
+        return self._one(query, author.public_key, step, index) is not None
+
+    @contextmanager
+    def upload(self, submission: Signed[Submission]) -> Iterator[Upload]:
+        """Room for a submission's file; leaving the block drops whatever was not kept.
+
+        Raises RefusedError `disk-full` before the first byte.
+        """
+        size = submission.record.size
+        self._reserve(size)
+        try:
+            with Upload(submission, self._incoming, self._keep) as upload:
+                yield upload
+        finally:
+            with self._lock:
+                self._reserved -= size
+
+    def open_file(self, submission_id: bytes) -> BinaryIO:
+        """A submission's file, which stays readable while it is open. Raises RefusedError `not-found`."""
+        query = "SELECT 1 FROM feed WHERE kind = 'submission' AND id = ? AND file_bytes > 0"
+        try:
+            if self._one(query, submission_id):
+                return self._path(submission_id).open("rb")
+        except FileNotFoundError:
+            log.info("relay store file=%s pruned meanwhile", submission_id.hex()[:12])
+        raise RefusedError(
+            "this relay does not have that submission's file",
+            code="not-found",
+            hint="ask the relay that gave the receipt; old files are deleted",
+        )
+
+    def prune(self, before_step: int) -> int:
+        """Delete the files of submissions for earlier steps; their records stay. Returns how many."""
+        with self._lock, self._errors():
+            query = "SELECT id, file_bytes FROM feed WHERE file_bytes > 0 AND step < ?"
+            old = self._db.execute(query, (before_step,)).fetchall()
+            for submission_id, _ in old:
+                self._path(submission_id).unlink(missing_ok=True)
+            self._db.execute("UPDATE feed SET file_bytes = 0 WHERE file_bytes > 0 AND step < ?", (before_step,))
+            self._file_bytes -= sum(size for _, size in old)
+        return len(old)
+
+    # Verdicts and the feed.
+
+    def add_verdict(self, verdict: Signed[Verdict]) -> None:
+        """Store a verdict; the same one again changes nothing.
+
+        Raises RefusedError `already-judged` if its author has said something else about that submission.
+        """
+        record, author = verdict.record, verdict.author.public_key
+        values = (verdict.id, author, record.contributor, record.step, record.submission, verdict.data)
+        query = (
+            "INSERT INTO feed (kind, id, author, about, step, subject, envelope, receipt)"
+            " VALUES ('verdict', ?, ?, ?, ?, ?, ?, x'')"
+        )
+        try:
+            with self._lock, self._errors():
+                self._db.execute(query, values)
+                self._verdicts += 1
+        except sqlite3.IntegrityError as error:
+            if self._one("SELECT 1 FROM feed WHERE id = ?", verdict.id):
+                return
+            raise RefusedError(
+                f"{verdict.author.short} has already judged this submission, with another verdict",
+                code="already-judged",
+                hint="nothing to do: a validator's first verdict on a submission is the one that counts",
+            ) from error
+
+    def feed(self, after: int, *, kinds: Sequence[str], about: bytes | None = None, limit: int = 200) -> list[FeedRow]:
+        """Items with a sequence above `after`, in order; fewer than `limit` where they are large."""
+        query = f"SELECT seq, kind, envelope, receipt FROM feed WHERE seq > ? AND kind IN ({_marks(kinds)})"
+        values: list[object] = [after, *kinds]
+        if about is not None:
+            query += " AND about = ?"
+            values.append(about)
+        values.append(max(1, min(limit, MAX_FEED_ITEMS)))
+        with self._lock, self._errors():
+            return _bounded(self._db.execute(query + " ORDER BY seq LIMIT ?", values))
+
+    def stats(self) -> StoreStats:
+        with self._lock:
+            return StoreStats(self._submissions, self._verdicts, self._file_bytes)
+
+    def _keep(self, upload: Upload, make_receipt: Callable[[], bytes]) -> bytes:
+        """Give a whole file its name, then its row. Concurrent uploads of one submission end with one receipt."""
+        submission = upload.submission
+        with self._errors():
+            os.replace(upload.path, self._path(submission.id))
+            sync_directory(self._files)
+        try:
+            return self._insert(submission, make_receipt)
+        except sqlite3.IntegrityError as error:
+            self._path(submission.id).unlink(missing_ok=True)
+            raise duplicate_index(submission) from error
+
+    def _insert(self, submission: Signed[Submission], make_receipt: Callable[[], bytes]) -> bytes:
+        record, author = submission.record, submission.author.public_key
+        with self._lock, self._errors():
+            row = self._db.execute("SELECT receipt FROM feed WHERE id = ?", (submission.id,)).fetchone()
+            if row is not None:
+                return bytes(row[0])
+            receipt = make_receipt()
+            self._db.execute(
+                "INSERT INTO feed (kind, id, author, about, step, idx, subject, file_bytes, envelope, receipt)"
+                " VALUES ('submission', ?, ?, ?, ?, ?, x'', ?, ?, ?)",
+                (submission.id, author, author, record.step, record.index, record.size, submission.data, receipt),
+            )
+            self._submissions += 1
+            self._file_bytes += record.size
+        return receipt
+
+    def _reserve(self, size: int) -> None:
+        with self._lock, self._errors():
+            used = self._file_bytes + (self._submissions + self._verdicts) * ROW_BYTES
+            free = shutil.disk_usage(self._directory).free - FREE_DISK_BYTES
+            room = min(self._max_bytes - used, free) - self._reserved
+            if size + ROW_BYTES > room:
+                raise _disk_full(f"this relay has no room for {size} bytes")
+            self._reserved += size
+
+    def _path(self, submission_id: bytes) -> Path:
+        return self._files / submission_id.hex()
+
+    def _sweep(self) -> None:
+        """Remove what a crash left: unfinished uploads, files without a row, rows' claims to files that are gone."""
+        for leftover in self._incoming.iterdir():
+            leftover.unlink()
+        known = {bytes(row[0]).hex() for row in self._db.execute("SELECT id FROM feed WHERE file_bytes > 0")}
+        present = {path.name for path in self._files.iterdir()}
+        for orphan in present - known:
+            (self._files / orphan).unlink()
+        for lost in known - present:
+            log.warning("relay store file=%s lost: its record stays", lost[:12])
+            self._db.execute("UPDATE feed SET file_bytes = 0 WHERE id = ?", (bytes.fromhex(lost),))
+
+    def _count(self) -> tuple[int, int, int]:
+        query = "SELECT SUM(kind = 'submission'), SUM(kind = 'verdict'), SUM(file_bytes) FROM feed"
+        submissions, verdicts, file_bytes = self._db.execute(query).fetchone()
+        return submissions or 0, verdicts or 0, file_bytes or 0
+
+    def _one(self, query: str, *values: object) -> tuple[bytes, ...] | None:
+        with self._lock, self._errors():
+            row: tuple[bytes, ...] | None = self._db.execute(query, values).fetchone()
+        return row
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.IntegrityError:
+            raise  # a rule of the schema: the caller knows its meaning
+        except (sqlite3.Error, OSError) as error:
+            raise DataDirError(
+                f"cannot use the relay's store {self._directory}: {error}",
+                hint="check free space and permissions (`df -h`, `ls -l`), then start the relay again",
+            ) from error
+
+
+class Upload:
+    """A file on its way in: hashed as it comes, invisible until it is kept."""
+
+    def __init__(
+        self, submission: Signed[Submission], directory: Path, keep: Callable[[Upload, Callable[[], bytes]], bytes]
+    ) -> None:
+        self.submission = submission
+        self._keep = keep
+        self._hash = hashlib.sha256()
+        self._received = 0
+        with _full_disk():
+            descriptor, self.path = _temporary(directory, submission.id.hex()[:16])
+        self._file = os.fdopen(descriptor, "wb")
+
+    def __enter__(self) -> Upload:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.path.unlink(missing_ok=True)
+        with suppress(
+            OSError
+        ):  # what is still buffered belongs to a file that has just been deleted, or kept and synced
+            self._file.close()
+
+    def write(self, chunk: bytes) -> None:
+        """Take the next bytes. Raises RefusedError `too-large` beyond the size that was signed."""
+        self._received += len(chunk)
+        if self._received > self.submission.record.size:
+            raise RefusedError(
+                f"the body is longer than the {self.submission.record.size} bytes that its record names",
+                code="too-large",
+                hint="hand in the very file that the record was signed for",
+            )
+        self._hash.update(chunk)
+        with _full_disk():
+            self._file.write(chunk)
+
+    def keep(self, make_receipt: Callable[[], bytes]) -> bytes:
+        """Check the file against its record, make it durable, and return the receipt; blocks on the disk.
+
+        Raises ChecksumError if these are not the bytes that were signed, RefusedError `duplicate-index` if another
+        submission took the index meanwhile.
+        """
+        record = self.submission.record
+        if self._received != record.size or self._hash.digest() != record.sha256:
+            raise ChecksumError(f"the {self._received} bytes that came are not the file that the record names")
+        with _full_disk():
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        return self._keep(self, make_receipt)
+
+
+def duplicate_index(submission: Signed[Submission]) -> RefusedError:
+    """The refusal of a second submission with the same index."""
+    record = submission.record
+    return RefusedError(
+        f"{submission.author.short} has already handed in another submission {record.index} for step {record.step}",
+        code="duplicate-index",
+        hint="each index counts once; is the same identity running on two computers? Give each its own --data-dir",
+    )
+
+
+def _disk_full(message: str) -> RefusedError:
+    hint = "hand the submission in at another relay; this one's owner can free space or raise its quota"
+    return RefusedError(message, code="disk-full", hint=hint)
+
+
+@contextmanager
+def _full_disk() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _disk_full(f"this relay could not write the file: {error.strerror}") from error
+
+
+def _temporary(directory: Path, stem: str) -> tuple[int, Path]:
+    for attempt in range(1 << 16):
+        path = directory / f"{stem}.{attempt}"
+        try:
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), path
+        except FileExistsError:
+            continue
+    raise DataDirError(f"{directory} is full of unfinished uploads", hint="restart the relay: it sweeps them away")
+
+
+def _marks(values: Sequence[str]) -> str:
+    return ",".join("?" * len(values))
+
+
+def _bounded(rows: Iterable[tuple[int, str, bytes, bytes]]) -> list[FeedRow]:
+    taken: list[FeedRow] = []
+    total = 0
+    for row in rows:
+        total += len(row[2]) + len(row[3])
+        if taken and total > MAX_FEED_BYTES:
+            break
+        taken.append(FeedRow(*row))
+    return taken

@@ -1,0 +1,144 @@
+"""Reading a node's status page from another process, and showing it on a terminal.
+
+Texts in it may come from peers: they are shown with control characters escaped and never as markup.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from node.logs import printable
+from node.status import FINAL_FILE, HOST, URL_FILE
+from protocol.errors import DataDirError, NodeError
+
+TIMEOUT_S: Final = 5.0
+MAX_BYTES: Final = 4 << 20
+INTERVAL_S: Final = 1.0
+_RECENT: Final = 8
+
+
+def fetch_status(data_dir: Path) -> dict[str, Any]:
+    """What the running node says of itself. Raises DataDirError when none runs, NodeError when it does not answer."""
+    url = _url(data_dir)
+    try:
+        status = json.loads(_get(url))
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise NodeError(
+            f"the node of {data_dir} does not answer at {url}: {error}",
+            hint="it may have been killed; look at its log, or start it again",
+        ) from error
+    if not isinstance(status, dict):
+        raise NodeError(f"what answers at {url} is no node")
+    return status
+
+
+def print_status(status: dict[str, Any]) -> None:
+    Console().print(render(status))
+
+
+def watch_status(data_dir: Path) -> None:
+    """Show the status every second until Ctrl-C or until the node ends. Raises as `fetch_status` does."""
+    with Live(render(fetch_status(data_dir)), console=Console(), auto_refresh=False) as live:
+        try:
+            while True:
+                time.sleep(INTERVAL_S)
+                live.update(render(fetch_status(data_dir)), refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+def render(status: dict[str, Any]) -> Group:
+    """A status as tables: what the node does, its relays, its latest changes."""
+    return Group(_facts(status), _relays(status), _changes(status))
+
+
+def _url(data_dir: Path) -> str:
+    try:
+        url = (data_dir / URL_FILE).read_text(encoding="ascii")[:200].strip()
+    except (OSError, ValueError) as error:
+        raise DataDirError(
+            f"no node runs in {data_dir}{_last_state(data_dir)}",
+            hint=f"start one with --data-dir {data_dir}, or give the directory of one that runs",
+        ) from error
+    if urlsplit(url).hostname != HOST:
+        raise DataDirError(f"{data_dir / URL_FILE} does not name a page of this computer: {url!r}")
+    return url
+
+
+def _last_state(data_dir: Path) -> str:
+    try:
+        last = json.loads((data_dir / FINAL_FILE).read_bytes())
+        return f"; the last one ended {last['state']}: {last['activity']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _get(url: str) -> bytes:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(HOST, parts.port, timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", parts.path)
+        response = connection.getresponse()
+        if response.status != 200:
+            raise ValueError(f"answer {response.status}")
+        return response.read(MAX_BYTES)
+    finally:
+        connection.close()
+
+
+def _facts(status: dict[str, Any]) -> Table:
+    table = Table(show_header=False, box=None)
+    for_s = max(0, (status.get("now_ms", 0) - status.get("since_ms", 0)) // 1000)
+    rows = {
+        "node": f"{status.get('role')} {status.get('peer_id')} (process {status.get('pid')})",
+        "run": status.get("run"),
+        "state": f"{status.get('state')} for {for_s} s: {status.get('activity')}",
+        "step": f"{_or_dash(status.get('step'))}, policy {_or_dash(status.get('checkpoint_step'))}",
+        "submissions": f"{status.get('accepted')} accepted, {status.get('pending')} pending{_reasons(status)}",
+    }
+    for name, value in {**rows, **_short_details(status)}.items():
+        table.add_row(Text(name, style="bold"), _text(value))
+    return table
+
+
+def _short_details(status: dict[str, Any]) -> dict[str, Any]:
+    details = status.get("details")
+    return {k: v for k, v in details.items() if isinstance(v, int | float | str)} if isinstance(details, dict) else {}
+
+
+def _reasons(status: dict[str, Any]) -> str:
+    rejected = status.get("rejected") or {}
+    return "".join(f", {count} rejected ({reason})" for reason, count in rejected.items())
+
+
+def _relays(status: dict[str, Any]) -> Table:
+    table = Table("relay", "url", "bytes in", "bytes out", "failures", box=None)
+    for relay in status.get("relays", []):
+        cells = (relay.get(key) for key in ("url", "bytes_in", "bytes_out", "failures"))
+        table.add_row(_text(str(relay.get("peer_id"))[-8:]), *(_text(cell) for cell in cells))
+    return table
+
+
+def _changes(status: dict[str, Any]) -> Table:
+    table = Table("time", "was", "with or for", box=None)
+    for at_ms, kind, what in status.get("timeline", [])[-_RECENT:]:
+        table.add_row(time.strftime("%H:%M:%S", time.localtime(at_ms / 1000)), _text(kind), _text(what))
+    return table
+
+
+def _text(value: Any) -> Text:
+    return Text(printable(str(value)))
+
+
+def _or_dash(value: Any) -> str:
+    return "-" if value is None else str(value)

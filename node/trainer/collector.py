@@ -1,0 +1,166 @@
+"""From relays' feeds to the ledger: submissions, verdicts and files, in an order that the ledger takes.
+
+A submission enters the ledger together with the verdict that settles it, after its file is on disk: whatever the
+ledger calls accepted can be trained on after any crash. Submissions of one contributor and step enter by index.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import trio
+
+from node.clock import now_ms
+from node.feeds import Feeds
+from node.ledger_file import LedgerFile
+from node.relay_client import FeedItem, RelayClient
+from protocol.envelope import Signed, seal
+from protocol.errors import LedgerError, ProtocolError, RelayError
+from protocol.identity import Identity, PeerId
+from protocol.records import Eviction, Submission, Verdict
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 3.0
+
+
+@dataclass
+class _Case:
+    """A submission on its way into the ledger."""
+
+    submission: Signed[Submission] | None = None
+    relays: dict[PeerId, RelayClient] = field(default_factory=dict)
+    verdicts: dict[PeerId, Signed[Verdict]] = field(default_factory=dict)
+
+
+class Collector:
+    """Keeps the ledger up to date with what validators say; `changed` wakes whoever waits for accepted rollouts."""
+
+    def __init__(self, identity: Identity, ledger: LedgerFile, feeds: Feeds, rollout_dir: Path) -> None:
+        self._identity = identity
+        self._ledger = ledger
+        self._feeds = feeds
+        self._rollout_dir = rollout_dir
+        self._cases: dict[bytes, _Case] = {}
+        self._changed = trio.Event()
+        self.on_verdict: Callable[[Signed[Verdict]], None] = lambda verdict: None
+
+    async def run(self) -> None:
+        self._rollout_dir.mkdir(parents=True, exist_ok=True)
+        while True:
+            with trio.move_on_after(RETRY_S) as idle:
+                client, item = await self._feeds.next()
+            if idle.cancelled_caught:
+                await self._settle_all()
+                continue
+            await self._take(client, item)
+            self._feeds.done(client, item)
+
+    def file(self, submission: bytes) -> Path:
+        return self._rollout_dir / f"{submission.hex()}.parquet"
+
+    async def wait_changed(self) -> None:
+        """Until the ledger has an entry that it did not have when this was called."""
+        await self._changed.wait()
+
+    async def _take(self, client: RelayClient, item: FeedItem) -> None:
+        key = item.submission.id if item.submission else item.verdict.record.submission if item.verdict else b""
+        if self._settled(key):
+            return
+        case = self._cases.setdefault(key, _Case())
+        if item.verdict is not None:
+            case.verdicts.setdefault(item.verdict.author, item.verdict)
+        if item.submission is not None:
+            case.submission = item.submission
+            case.relays[client.peer_id] = client
+        await self._settle(key, case)
+
+    def _settled(self, key: bytes) -> bool:
+        known = self._ledger.state.submissions.get(key)
+        return known is not None and known.state in ("accepted", "rejected")
+
+    async def _settle_all(self) -> None:
+        for key, case in list(self._cases.items()):
+            await self._settle(key, case)
+
+    async def _settle(self, key: bytes, case: _Case) -> None:
+        """Put one case, and those that waited for it, into the ledger if its turn has come."""
+        found: tuple[bytes, _Case] | None = (key, case)
+        while found is not None and self._due(*found) and await self._have_file(*found):
+            key, case = found
+            self._append(key, case)
+            if self._settled(key):
+                self._cases.pop(key, None)
+            found = self._following(case.submission)
+
+    def _due(self, key: bytes, case: _Case) -> bool:
+        state = self._ledger.state
+        if case.submission is None or not case.verdicts:
+            return False
+        if key in state.submissions:
+            return bool(case.verdicts.keys() - state.submissions[key].verdicts.keys())
+        record = case.submission.record
+        return record.index == state.next_index(case.submission.author, record.step)
+
+    def _following(self, submission: Signed[Submission] | None) -> tuple[bytes, _Case] | None:
+        if submission is None:
+            return None
+        wanted = (submission.author, submission.record.step, submission.record.index + 1)
+        for key, case in self._cases.items():
+            one = case.submission
+            if one is not None and (one.author, one.record.step, one.record.index) == wanted:
+                return key, case
+        return None
+
+    async def _have_file(self, key: bytes, case: _Case) -> bool:
+        """Whether the file of an accepted submission is on disk; a rejected one's is not needed."""
+        accepted = any(verdict.record.outcome == "accept" for verdict in case.verdicts.values())
+        if not accepted or self.file(key).exists() or case.submission is None:
+            return True
+        for client in list(case.relays.values()):
+            try:
+                await client.file(case.submission, self.file(key))
+            except (RelayError, ProtocolError) as error:
+                log.warning("rollouts relay=%s error=%r", client.peer_id.short, error.message)
+                continue
+            return True
+        return False
+
+    def _append(self, key: bytes, case: _Case) -> None:
+        if case.submission is None:
+            return
+        known = self._ledger.state.submissions.get(key)
+        fresh = [one for author, one in case.verdicts.items() if known is None or author not in known.verdicts]
+        entries = [verdict.data for verdict in fresh]
+        try:
+            self._ledger.append(entries if known else [case.submission.data, *entries])
+        except LedgerError as error:
+            log.warning("ledger contributor=%s rule=%s %s", case.submission.author.short, error.rule, error.message)
+            self._cases.pop(key, None)
+        for verdict in fresh:
+            self.on_verdict(verdict)
+            self._evict_if_due(verdict)
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def _evict_if_due(self, verdict: Signed[Verdict]) -> None:
+        record = verdict.record
+        contributor = self._ledger.state.contributors.get(PeerId(record.contributor))
+        if not record.hard or contributor is None or contributor.standing == "evicted":
+            return
+        eviction = Eviction(
+            run_id=record.run_id,
+            contributor=record.contributor,
+            verdict=verdict.id,
+            reason=record.reason[:1000],
+            issued_at_ms=now_ms(),
+        )
+        try:
+            self._ledger.append([seal(eviction, self._identity)])
+        except LedgerError as error:
+            log.info("no eviction contributor=%s rule=%s", PeerId(record.contributor).short, error.rule)
+            return
+        log.warning("evicted contributor=%s reason=%r", PeerId(record.contributor).short, record.reason)

@@ -1,0 +1,297 @@
+"""The trainer role: collect accepted rollouts, train, publish (PRIME-RL's trainer; INTELLECT-2 section 2.1).
+
+Three loops overlap. `_gather_loop` commits each step's batch to the ledger and opens the next step; `_train_loop`
+trains committed batches in order and publishes checkpoints; `_beat_loop` signs the head anew every few seconds and
+hands it to every relay. What a crash interrupts is redone from the ledger: a committed batch is trained exactly once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import trio
+
+from node.clock import now_ms
+from node.compute.process import ComputeProcess
+from node.compute.reader import RolloutReader
+from node.ledger_file import LedgerFile
+from node.relay_client import RelayClient
+from node.status import StatusBoard
+from node.swarm import Swarm
+from node.trainer.collector import Collector
+from node.trainer.scoreboard import Scoreboard
+from p2p.shardcast.store import CheckpointStore
+from protocol.envelope import Signed, seal
+from protocol.errors import ProtocolError, RefusedError, RelayError
+from protocol.identity import Identity, PeerId
+from protocol.records import Batch, CheckpointManifest, Head, Manifest, OriginNotice, Trained
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 2.0
+"""How often the head is signed anew: the beacon for drawn checks, and the sign that the trainer lives."""
+POST_TIMEOUT_S = 10.0
+TRAIN_TIMEOUT_S = 24 * 3600.0
+READ_TIMEOUT_S = 120.0
+LAST_HEAD_BEATS = 3
+
+
+class TrainResult(msgspec.Struct):
+    """What the compute process says of a training step."""
+
+    step: int
+    policy_dir: str
+    mean_reward: float = 0.0
+    metrics: dict[str, float] = {}
+
+
+@dataclass(frozen=True)
+class TrainerParts:
+    """What the role is built from; node.app makes and starts them."""
+
+    identity: Identity
+    manifest: Signed[Manifest]
+    swarm: Swarm
+    store: CheckpointStore
+    ledger: LedgerFile
+    collector: Collector
+    compute: ComputeProcess
+    reader: RolloutReader
+    board: StatusBoard
+    origin_url: Callable[[], str]
+    origin_token: Callable[[PeerId], str]
+
+
+class TrainerRole:
+    """The trainer's node. `run` ends when the last step is published and every reachable relay knows it."""
+
+    def __init__(self, parts: TrainerParts) -> None:
+        self._p = parts
+        self._manifest = parts.manifest.record
+        self._run_id = parts.manifest.id
+        self._checkpoint: Signed[CheckpointManifest] | None = None
+        self._collecting = True
+        self._finished = False
+        self._sequence = 0
+        self._head: bytes | None = None
+        self._head_changed = trio.Event()
+        self._published = trio.Event()
+        self._introduced: set[tuple[PeerId, str]] = set()
+        self._scores = Scoreboard(parts.ledger.state, parts.board)
+
+    async def run(self) -> None:
+        self._p.collector.on_verdict = self._scores.verdict
+        await self._recover()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._p.collector.run)
+            nursery.start_soon(self._beat_loop)
+            batches = trio.open_memory_channel[int](self._manifest.batch.max_staleness + 1)
+            nursery.start_soon(self._gather_loop, batches[0])
+            await self._train_loop(batches[1])
+            self._finished = True
+            self._p.board.state("finished", "all steps are trained")
+            await self._tell_the_end()
+            nursery.cancel_scope.cancel()
+
+    async def leave(self, deadline_s: float) -> None:
+        """Nothing is lost by stopping at any point; say so and go."""
+        self._p.board.state("stopping", "the next start continues from the last checkpoint")
+        with trio.move_on_after(deadline_s):
+            await trio.lowlevel.checkpoint()
+
+    # Where the run stands
+
+    @property
+    def _step(self) -> int:
+        """The step being collected: one more than the last committed batch."""
+        return len(self._p.ledger.state.batches)
+
+    def _newest(self) -> Signed[CheckpointManifest]:
+        if self._checkpoint is None:
+            raise RuntimeError("the trainer has no checkpoint before it has recovered")
+        return self._checkpoint
+
+    async def _recover(self) -> None:
+        """Open the newest durable policy and publish it if a crash came between writing and publishing."""
+        self._p.board.working("opening the newest policy")
+        opened = await self._p.compute.call("open", timeout_s=TRAIN_TIMEOUT_S)
+        await self._publish(msgspec.convert(opened, TrainResult))
+        for key, one in self._p.ledger.state.submissions.items():
+            if one.used_in in self._p.ledger.state.trained:
+                self._p.collector.file(key).unlink(missing_ok=True)
+        self._scores.restore()
+        log.info("recovered checkpoint=%d batches=%d", self._newest().record.step, self._step)
+
+    # Collecting
+
+    async def _gather_loop(self, send: trio.MemorySendChannel[int]) -> None:
+        for step in range(len(self._p.ledger.state.trained), self._manifest.batch.total_steps):
+            if step not in self._p.ledger.state.batches:
+                await self._open_step(step)
+                self._commit(step, await self._gather(step))
+            await send.send(step)
+
+    async def _open_step(self, step: int) -> None:
+        """Wait until the newest policy is fresh enough for rollouts of this step to be worth anything."""
+        while step - self._newest().record.step > self._manifest.batch.max_staleness:
+            self._set_collecting(False)
+            published = self._published
+            await published.wait()
+        self._set_collecting(True)
+
+    async def _gather(self, step: int) -> list[bytes]:
+        wanted = -(-self._manifest.batch.rollouts_per_step // self._manifest.rollouts_per_submission)
+        while True:
+            usable = self._p.ledger.state.usable(step)
+            self._scores.gathered(step, min(len(usable), wanted), wanted)
+            if len(usable) >= wanted:
+                return usable[:wanted]
+            await self._p.collector.wait_changed()
+
+    def _commit(self, step: int, submissions: list[bytes]) -> None:
+        batch = Batch(run_id=self._run_id, step=step, submissions=tuple(submissions), issued_at_ms=now_ms())
+        self._p.ledger.append([seal(batch, self._p.identity)])
+        log.info("batch step=%d submissions=%d", step, len(submissions))
+        self._collecting = step + 1 - self._newest().record.step <= self._manifest.batch.max_staleness
+        self._touch_head()
+
+    def _set_collecting(self, collecting: bool) -> None:
+        if collecting != self._collecting:
+            self._collecting = collecting
+            self._touch_head()
+
+    # Training
+
+    async def _train_loop(self, receive: trio.MemoryReceiveChannel[int]) -> None:
+        last = self._manifest.batch.total_steps
+        while len(self._p.ledger.state.trained) < last:
+            step = len(self._p.ledger.state.trained)
+            self._p.board.waiting(f"accepted rollouts for step {step}")
+            began = time.monotonic()
+            step = await receive.receive()
+            self._scores.waited(time.monotonic() - began)
+            self._p.board.working(f"training step {step}")
+            began = time.monotonic()
+            await self._train(step)
+            self._scores.worked(time.monotonic() - began)
+
+    async def _train(self, step: int) -> None:
+        rollouts: list[dict[str, Any]] = []
+        for key in self._p.ledger.state.batches[step]:
+            rollouts += await self._rollouts(key)
+        answer = await self._p.compute.call("train", timeout_s=TRAIN_TIMEOUT_S, step=step, rollouts=rollouts)
+        result = msgspec.convert(answer, TrainResult)
+        await self._publish(result)
+        trained = Trained(
+            run_id=self._run_id,
+            step=step,
+            checkpoint=self._newest().id,
+            mean_reward=result.mean_reward,
+            metrics=result.metrics,
+            issued_at_ms=now_ms(),
+        )
+        self._p.ledger.append([seal(trained, self._p.identity)])
+        self._scores.trained(trained)
+        self._touch_head()
+        for key in self._p.ledger.state.batches[step]:
+            self._p.collector.file(key).unlink(missing_ok=True)
+        log.info("trained step=%d reward=%.3f", step, result.mean_reward)
+
+    async def _rollouts(self, key: bytes) -> list[dict[str, Any]]:
+        submission = self._p.ledger.state.submissions[key].record
+        rows: list[dict[str, Any]] = await self._p.reader.read(
+            self._p.collector.file(key),
+            timeout_s=READ_TIMEOUT_S,
+            max_rollouts=self._manifest.rollouts_per_submission,
+            max_tokens=self._manifest.model.max_model_len,
+        )
+        group = key.hex()
+        return [row | {"checkpoint_step": submission.checkpoint_step, "submission": group} for row in rows]
+
+    async def _publish(self, result: TrainResult) -> None:
+        """Make a policy available to relays; a second time changes nothing."""
+        manifest = self._p.store.manifest_of_step(result.step)
+        if manifest is None:
+            manifest = await self._p.store.publish(
+                Path(result.policy_dir), step=result.step, run_id=self._run_id, identity=self._p.identity
+            )
+        self._checkpoint = manifest
+        self._p.board.update(checkpoint_step=manifest.record.step)
+        self._published.set()
+        self._published = trio.Event()
+        self._touch_head()
+
+    # Telling the swarm
+
+    def _touch_head(self) -> None:
+        self._head_changed.set()
+        self._head_changed = trio.Event()
+
+    def _sign_head(self) -> bytes:
+        newest, step = self._newest(), self._step
+        self._sequence = max(self._sequence + 1, now_ms())
+        head = Head(
+            run_id=self._run_id,
+            sequence=self._sequence,
+            issued_at_ms=now_ms(),
+            step=step,
+            collecting=self._collecting and not self._finished and step < self._manifest.batch.total_steps,
+            checkpoint_step=newest.record.step,
+            checkpoint=newest.id,
+            oldest_checkpoint_step=max(0, step - self._manifest.batch.max_staleness),
+            ledger_length=self._p.ledger.state.length,
+            ledger_tip=self._p.ledger.state.tip,
+            finished=self._finished,
+        )
+        self._p.board.update(step=step, head_sequence=self._sequence)
+        return seal(head, self._p.identity)
+
+    async def _beat_loop(self) -> None:
+        while True:
+            changed = self._head_changed
+            await self._tell_relays(self._sign_head())
+            with trio.move_on_after(BEAT_S):
+                await changed.wait()
+
+    async def _tell_relays(self, head: bytes) -> None:
+        async with trio.open_nursery() as nursery:
+            for client in self._p.swarm.clients:
+                nursery.start_soon(self._tell_relay, client, head)
+
+    async def _tell_relay(self, client: RelayClient, head: bytes) -> None:
+        with trio.move_on_after(POST_TIMEOUT_S):
+            try:
+                if (client.peer_id, client.url) not in self._introduced:
+                    await client.post_origin(self._p.manifest.data, self._notice(client.peer_id), head)
+                    self._introduced.add((client.peer_id, client.url))
+                    log.info("introduced to relay=%s", client.peer_id.short)
+                else:
+                    await client.post_head(head)
+            except RefusedError as error:
+                log.warning("head relay=%s code=%s error=%r", client.peer_id.short, error.code, error.message)
+                if error.code in ("no-manifest", "no-origin"):
+                    self._introduced.discard((client.peer_id, client.url))
+            except (RelayError, ProtocolError) as error:
+                self._introduced.discard((client.peer_id, client.url))
+                log.info("head relay=%s error=%r", client.peer_id.short, error.message)
+
+    def _notice(self, relay: PeerId) -> bytes:
+        notice = OriginNotice(
+            run_id=self._run_id,
+            relay=relay.public_key,
+            issued_at_ms=now_ms(),
+            http_url=self._p.origin_url(),
+            token=self._p.origin_token(relay),
+        )
+        return seal(notice, self._p.identity)
+
+    async def _tell_the_end(self) -> None:
+        for _ in range(LAST_HEAD_BEATS):
+            self._touch_head()
+            await trio.sleep(BEAT_S / 2)

@@ -1,0 +1,100 @@
+"""What a validator has judged, on disk: one SQLite file of its verdicts and the relays that still lack them."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from protocol.envelope import Signed, open_envelope
+from protocol.errors import DataDirError
+from protocol.identity import PeerId
+from protocol.records import Submission, Verdict
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS verdicts (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, submission BLOB UNIQUE NOT NULL, outcome TEXT NOT NULL, reason TEXT NOT NULL,
+    envelope BLOB NOT NULL
+);
+CREATE TABLE IF NOT EXISTS opened (submission BLOB PRIMARY KEY, relay BLOB NOT NULL, envelope BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS posted (submission BLOB NOT NULL, relay BLOB NOT NULL, PRIMARY KEY (submission, relay));
+"""
+
+
+class Docket:
+    """Verdicts by submission. Every change is on disk when its method returns. Raises DataDirError."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with self._errors():
+            self._db = sqlite3.connect(path, isolation_level=None)
+            self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;" + _SCHEMA)
+
+    def close(self) -> None:
+        self._db.close()
+
+    def judged(self, submission: bytes) -> bool:
+        with self._errors():
+            return self._db.execute("SELECT 1 FROM verdicts WHERE submission = ?", (submission,)).fetchone() is not None
+
+    def open(self, submission: Signed[Submission], relay: PeerId) -> None:
+        """Remember a submission that must be judged, and where its file lies, whatever happens in between."""
+        with self._errors():
+            self._db.execute(
+                "INSERT OR REPLACE INTO opened VALUES (?, ?, ?)", (submission.id, relay.public_key, submission.data)
+            )
+
+    def opened(self) -> list[tuple[PeerId, Signed[Submission]]]:
+        """Submissions that still wait for a verdict."""
+        with self._errors():
+            rows = self._db.execute("SELECT relay, envelope FROM opened ORDER BY rowid").fetchall()
+        return [(PeerId(relay), open_envelope(envelope, Submission)) for relay, envelope in rows]
+
+    def add(self, verdict: Signed[Verdict]) -> None:
+        """Keep a verdict and close its case; the first verdict about a submission stays."""
+        record = verdict.record
+        with self._errors(), self._db:
+            self._db.execute("BEGIN")
+            self._db.execute(
+                "INSERT OR IGNORE INTO verdicts (submission, outcome, reason, envelope) VALUES (?, ?, ?, ?)",
+                (record.submission, record.outcome, record.reason, verdict.data),
+            )
+            self._db.execute("DELETE FROM opened WHERE submission = ?", (record.submission,))
+
+    def unposted(self, relay: PeerId, limit: int = 64) -> list[tuple[bytes, bytes]]:
+        """Verdicts that this relay has not taken: submission id and envelope, oldest first."""
+        query = (
+            "SELECT submission, envelope FROM verdicts v WHERE NOT EXISTS "
+            "(SELECT 1 FROM posted p WHERE p.submission = v.submission AND p.relay = ?) ORDER BY seq LIMIT ?"
+        )
+        with self._errors():
+            return [(row[0], row[1]) for row in self._db.execute(query, (relay.public_key, limit))]
+
+    def posted(self, submission: bytes, relay: PeerId) -> None:
+        with self._errors():
+            self._db.execute("INSERT OR IGNORE INTO posted VALUES (?, ?)", (submission, relay.public_key))
+
+    def outcomes(self) -> dict[str, int]:
+        """How many verdicts of each outcome."""
+        with self._errors():
+            return dict(self._db.execute("SELECT outcome, COUNT(*) FROM verdicts GROUP BY outcome"))
+
+    def rejections(self) -> dict[str, int]:
+        """Rejections by the name of the check that failed (what stands before the reason's colon)."""
+        counted: dict[str, int] = {}
+        with self._errors():
+            for (reason,) in self._db.execute("SELECT reason FROM verdicts WHERE outcome = 'reject'"):
+                label = reason.partition(":")[0]
+                counted[label] = counted.get(label, 0) + 1
+        return counted
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise DataDirError(
+                f"cannot use the docket {self._path}: {error}",
+                hint="check free space and permissions (`df -h`, `ls -l`), then start the node again",
+            ) from error

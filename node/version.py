@@ -1,0 +1,10 @@
+"""What this program calls itself in records, adverts and status."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    VERSION = version("intellect-node")
+except PackageNotFoundError:  # run from a clone that was never installed
+    VERSION = "0.0.0"
+
+SOFTWARE = f"intellect-node/{VERSION}"

@@ -1,0 +1,74 @@
+"""Operating system processes: who descends from whom, and ending a tree of them for good.
+
+Works on what it is given by pid and start time, so that a pid used again is never mistaken for the old process.
+Without /proc (other systems than Linux) only process groups are known.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ProcessKey:
+    """One process, told apart from a later one with the same pid."""
+
+    pid: int
+    start_ticks: int
+
+
+@dataclass(frozen=True)
+class _Row:
+    key: ProcessKey
+    parent: int
+    zombie: bool
+
+
+class ProcessTable:
+    """What ran at one moment."""
+
+    def __init__(self) -> None:
+        rows = (_read_row(entry) for entry in os.listdir("/proc") if entry.isdigit()) if os.path.isdir("/proc") else ()
+        self._rows = {row.key.pid: row for row in rows if row is not None}
+        self._children: dict[int, list[ProcessKey]] = {}
+        for row in self._rows.values():
+            self._children.setdefault(row.parent, []).append(row.key)
+
+    def descendants(self, pid: int) -> set[ProcessKey]:
+        """Children of a process, theirs, and so on; without itself."""
+        found: set[ProcessKey] = set()
+        waiting = [pid]
+        while waiting:
+            fresh = [key for key in self._children.get(waiting.pop(), ()) if key not in found]
+            found.update(fresh)
+            waiting.extend(key.pid for key in fresh)
+        return found
+
+    def alive(self, keys: Iterable[ProcessKey]) -> set[ProcessKey]:
+        """Those that still run (a zombie does not)."""
+        return {key for key in keys if (row := self._rows.get(key.pid)) and row.key == key and not row.zombie}
+
+
+def send(pid: int, number: signal.Signals, *, group: bool = False) -> None:
+    """Send a signal to a process or its group; one that is gone already is no error."""
+    with suppress(ProcessLookupError, PermissionError):
+        if group:
+            os.killpg(pid, number)
+        else:
+            os.kill(pid, number)
+
+
+def _read_row(entry: str) -> _Row | None:
+    try:
+        text = Path("/proc", entry, "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # it ended while we looked
+        return None
+    fields = text.rpartition(")")[2].split()  # the name before it may hold spaces and parentheses
+    if len(fields) < 20:
+        return None
+    return _Row(ProcessKey(int(entry), int(fields[19])), parent=int(fields[1]), zombie=fields[0] in "ZX")

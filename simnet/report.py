@@ -1,0 +1,218 @@
+"""The figures of a simulation, from its recording: what `report.json` holds and what expectations are judged by.
+
+Who was accepted, rejected and evicted is the trainer's ledger's word; who is honest is the scenario's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+from simnet.expectations import Expectation, judge
+from simnet.gather import Contributor, FaultMark, Life, NodeRecord, Outcome, Recording, as_json
+from simnet.page import render_page
+
+GOOD_OUTCOMES: tuple[Outcome, ...] = ("finished", "reached")
+
+
+class Traffic(Struct):
+    """Bytes that a relay took in and gave out."""
+
+    bytes_in: int
+    bytes_out: int
+
+
+class NodeSummary(Struct):
+    """One node at the end."""
+
+    name: str
+    role: str
+    peer_id: str
+    state: str
+    cheat: str | None
+    standing: str | None
+    """In the ledger; nothing for a node that never handed anything in."""
+    accepted: int
+    rejected: dict[str, int]
+    starts: int
+    exit_code: int | None
+    log: str
+
+
+class Report(Struct):
+    """What came of a simulation."""
+
+    scenario: str
+    title: str
+    run: str
+    seed: int
+    outcome: Outcome
+    problem: str
+    passed: bool
+    started_ms: int
+    wall_s: float
+    steps: int
+    total_steps: int | None
+    reward: list[float | None]
+    """Mean reward of each trained step."""
+    reward_last_tenth: float | None
+    reward_gain: float | None
+    """Last tenth against first tenth."""
+    accepted: int
+    rejected: dict[str, int]
+    accepted_per_honest: int | None
+    """Of the honest contributor that had the fewest accepted."""
+    honest_rejected: int
+    cheats: int
+    cheats_evicted: int
+    cheats_accepted: int
+    trainer_wait_fraction: float | None
+    bytes_by_relay: dict[str, Traffic]
+    weights_from_relays_only: bool | None
+    """Nothing where no node downloaded anything."""
+    unexpected_exits: list[str]
+    nodes: list[NodeSummary]
+    faults: list[FaultMark]
+    expectations: list[Expectation]
+
+
+def build_report(recording: Recording) -> Report:
+    """Work out every figure and judge the scenario's expectations."""
+    trainer = recording.trainer
+    reward = [mean for _, mean in sorted(trainer.rewards, key=lambda entry: entry[0])]
+    first, last = _tenths(reward)
+    contributors = {contributor.peer_id: contributor for contributor in trainer.contributors}
+    honest = [_of(contributors, node) for node in recording.nodes if node.role == "inference" and not node.cheat]
+    cheats = [_of(contributors, node) for node in recording.nodes if node.cheat]
+    busy_s = trainer.wait_s + trainer.train_s
+    report = Report(
+        scenario=recording.scenario.name,
+        title=recording.scenario.title,
+        run=recording.run,
+        seed=recording.seed,
+        outcome=recording.outcome,
+        problem=recording.problem,
+        passed=False,
+        started_ms=recording.started_ms,
+        wall_s=round(((recording.ended_ms or recording.started_ms) - recording.started_ms) / 1000, 1),
+        steps=len(reward),
+        total_steps=trainer.total_steps,
+        reward=reward,
+        reward_last_tenth=last,
+        reward_gain=None if first is None or last is None else last - first,
+        accepted=recording.accepted,
+        rejected=recording.rejected,
+        accepted_per_honest=min((contributor.accepted for contributor in honest), default=None),
+        honest_rejected=sum(_rejected(contributor) for contributor in honest),
+        cheats=len(cheats),
+        cheats_evicted=sum(contributor.standing == "evicted" for contributor in cheats),
+        cheats_accepted=sum(contributor.accepted for contributor in cheats),
+        trainer_wait_fraction=trainer.wait_s / busy_s if busy_s > 0 else None,
+        bytes_by_relay={node.name: _traffic(node) for node in recording.nodes if node.role == "relay"},
+        weights_from_relays_only=_weights_from_relays_only(recording),
+        unexpected_exits=list(_unexpected_exits(recording, contributors)),
+        nodes=[_summary(node, contributors.get(node.peer_id)) for node in recording.nodes],
+        faults=recording.faults,
+        expectations=[],
+    )
+    report.expectations = judge(recording.scenario.expect, report)
+    report.passed = report.outcome in GOOD_OUTCOMES and all(expectation.met for expectation in report.expectations)
+    return report
+
+
+def write_report(recording: Recording, out_dir: Path) -> tuple[Report, Path]:
+    """Write report.json and report.html; the report and the path of the former."""
+    report = build_report(recording)
+    (out_dir / "report.html").write_text(render_page(report, recording), encoding="utf-8")
+    path = out_dir / "report.json"
+    path.write_bytes(as_json(report) + b"\n")
+    return report, path
+
+
+def _tenths(reward: Sequence[float | None]) -> tuple[float | None, float | None]:
+    size = max(1, len(reward) // 10)
+    return _mean(reward[:size]), _mean(reward[-size:])
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _of(contributors: dict[str, Contributor], node: NodeRecord) -> Contributor:
+    return contributors.get(node.peer_id) or Contributor(peer_id=node.peer_id)
+
+
+def _rejected(contributor: Contributor) -> int:
+    return sum(contributor.rejected.values())
+
+
+def _traffic(node: NodeRecord) -> Traffic:
+    details = [life.status.details for life in node.lives if life.status]
+    return Traffic(sum(part.bytes_in for part in details), sum(part.bytes_out for part in details))
+
+
+def _weights_from_relays_only(recording: Recording) -> bool | None:
+    """Whether everything that inference nodes and validators took in came from the fleet's relays."""
+    relays = {node.peer_id for node in recording.nodes if node.role == "relay"}
+    sources = {
+        seen.peer_id
+        for node in recording.nodes
+        if node.role in ("inference", "validator")
+        for life in node.lives
+        if life.status
+        for seen in life.status.relays
+        if seen.bytes_in > 0
+    }
+    return sources <= relays if sources else None
+
+
+def _unexpected_exits(recording: Recording, contributors: dict[str, Contributor]) -> Iterable[str]:
+    for node in recording.nodes:
+        evicted = _of(contributors, node).standing == "evicted"
+        for life in node.lives:
+            if _was_unexpected(life, evicted=evicted, finished=recording.outcome in GOOD_OUTCOMES):
+                yield f"{node.name} ended with {_code(life.exit_code)}"
+
+
+def _was_unexpected(life: Life, *, evicted: bool, finished: bool) -> bool:
+    if life.ended_ms is None:
+        return False
+    if life.ended_by:  # one that leaves must do it well; at the close there is no time to ask for it
+        return life.ended_by == "leave" and life.exit_code != 0
+    return not evicted and not (finished and life.exit_code == 0)
+
+
+def _summary(node: NodeRecord, contributor: Contributor | None) -> NodeSummary:
+    last = node.lives[-1] if node.lives else None
+    return NodeSummary(
+        name=node.name,
+        role=node.role,
+        peer_id=node.peer_id,
+        state=_state(last, contributor),
+        cheat=node.cheat,
+        standing=contributor.standing if contributor else None,
+        accepted=contributor.accepted if contributor else 0,
+        rejected=contributor.rejected if contributor else {},
+        starts=len(node.lives),
+        exit_code=last.exit_code if last else None,
+        log=f"nodes/{node.name}/log.txt",
+    )
+
+
+def _state(life: Life | None, contributor: Contributor | None) -> str:
+    if life is None:
+        return "never started"
+    if contributor and contributor.standing == "evicted":
+        return "evicted"
+    if life.ended_ms is None:
+        return life.status.state if life.status else "starting"
+    if life.ended_by:
+        return {"kill": "killed", "leave": "left", "close": "stopped"}.get(life.ended_by, life.ended_by)
+    return "finished" if life.exit_code == 0 else _code(life.exit_code)
+
+
+def _code(code: int | None) -> str:
+    return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"

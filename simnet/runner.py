@@ -1,0 +1,219 @@
+"""Runs a scenario from its first process to its report.
+
+One thread does everything, round by round: read every node's status, strike the faults that are due, show where the
+run stands, decide whether it is over. However it is over, every process has ended before the report is written.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from protocol.errors import ConfigError, DataDirError, NodeError
+from simnet.faults import FaultPlan
+from simnet.fleet import CliCommands, Commands, Fleet, available_memory_mb, check_memory
+from simnet.gather import FaultMark, Gatherer, NodeRecord, Outcome, Recording, now_ms
+from simnet.live import View, make_view
+from simnet.recipe_file import write_recipe
+from simnet.report import write_report
+from simnet.scenario import Scenario, load_scenario
+
+log = logging.getLogger(__name__)
+
+ROUND_S = 0.5
+START_TIMEOUT_S = 120.0
+FINISH_GRACE_S = 20.0
+EXIT_INTERRUPTED = 130
+
+
+def run_scenario(
+    name_or_path: str | Path,
+    out_dir: str | Path,
+    *,
+    seed: int = 0,
+    live: bool = True,
+    overrides: Mapping[str, Any] | None = None,
+    commands: Commands | None = None,
+) -> int:
+    """Run a scenario and leave its report in `out_dir`: 0 when it came to its end and every expectation is met.
+
+    Otherwise 1, or 130 after Ctrl-C (or SIGTERM). `overrides` replaces values of the scenario, table by table;
+    `commands` builds the nodes' command lines. The path of report.json is the last line of stdout. Raises ConfigError
+    or another NodeError when the simulation cannot start.
+    """
+    scenario = load_scenario(name_or_path, overrides)
+    check_memory(scenario, available_memory_mb())
+    out = _make_out_dir(Path(out_dir))
+    write_recipe(scenario.run, out / "recipe.toml", seed=seed)
+    console = Console()
+    with _terminable(), Fleet(scenario, out, commands=commands or CliCommands(), seed=seed) as fleet:
+        recording = Simulation(scenario, fleet, recipe=out / "recipe.toml", seed=seed).run(
+            make_view(console, live=live)
+        )
+    report, path = write_report(recording, out)
+    for expectation in report.expectations:
+        mark = "met" if expectation.met else "NOT MET"
+        _say(console, f"{mark:8} {expectation.name} {expectation.goal} (found {expectation.value})")
+    if recording.problem:
+        _say(console, recording.problem)
+    _say(console, str(path))
+    if report.outcome == "interrupted":
+        return EXIT_INTERRUPTED
+    return 0 if report.passed else 1
+
+
+class Simulation:
+    """One run of a scenario by a fleet."""
+
+    def __init__(self, scenario: Scenario, fleet: Fleet, *, recipe: Path, seed: int) -> None:
+        self._scenario = scenario
+        self._fleet = fleet
+        self._recipe = recipe
+        self._faults = FaultPlan(scenario.fault)
+        records = [NodeRecord(plan.name, plan.role, "", plan.cheat) for plan in scenario.nodes()]
+        self._recording = Recording(scenario, run="", seed=seed, started_ms=now_ms(), nodes=records)
+        self._started_s = time.monotonic()
+
+    def run(self, view: View) -> Recording:
+        """Start, watch and end the nodes; what was seen of them. A second Ctrl-C ends them at once."""
+        recording = self._recording
+        with view, closing(Gatherer(self._fleet, recording)) as gatherer:
+            try:
+                self._start(gatherer, view)
+                recording.outcome = self._watch(gatherer, view)
+                if recording.outcome == "finished":
+                    self._see_off(gatherer, view)
+            except KeyboardInterrupt:
+                recording.outcome = "interrupted"
+            except NodeError as error:
+                recording.outcome, recording.problem = "failed", str(error)
+            finally:
+                recording.ended_ms = now_ms()
+                self._fleet.close()
+            gatherer.poll()
+            gatherer.read_final()
+            view.show(recording)
+        return recording
+
+    def _start(self, gatherer: Gatherer, view: View) -> None:
+        view.say(f"simulation {self._scenario.name}: creating {len(self._fleet.members)} identities and the run")
+        self._fleet.prepare(self._recipe)
+        self._recording.run = self._fleet.run
+        for record in self._recording.nodes:
+            record.peer_id = self._fleet.members[record.name].peer_id
+        view.say(f"run {self._fleet.run}")
+        self._recording.started_ms, self._started_s = now_ms(), time.monotonic()
+        self._start_bootstrap(gatherer, view)
+        for member in self._fleet.members.values():
+            if member.process is None and not member.plan.absent:
+                self._fleet.start(member.plan.name)
+
+    def _start_bootstrap(self, gatherer: Gatherer, view: View) -> None:
+        """Start the first relay and wait for it: everyone else asks it for the way."""
+        name = self._fleet.bootstrap.plan.name
+        self._fleet.start(name)
+        record = next(record for record in self._recording.nodes if record.name == name)
+        while record.status is None:
+            self._round(gatherer, view)
+            if not record.running:
+                raise NodeError(f"{name} ended as it started:\n{self._fleet.log_tail(name)}")
+            if self._elapsed_s() > START_TIMEOUT_S:
+                raise NodeError(f"{name} shows no status after {START_TIMEOUT_S:.0f} s:\n{self._fleet.log_tail(name)}")
+
+    def _watch(self, gatherer: Gatherer, view: View) -> Outcome:
+        while True:
+            self._round(gatherer, view)
+            self._strike()
+            outcome = self._outcome()
+            if outcome is not None:
+                return outcome
+
+    def _round(self, gatherer: Gatherer, view: View) -> None:
+        started_s = time.monotonic()
+        gatherer.poll()
+        self._fleet.reap()
+        view.show(self._recording)
+        time.sleep(max(0.0, started_s + ROUND_S - time.monotonic()))
+
+    def _strike(self) -> None:
+        step = self._recording.step
+        for fault in self._faults.strike(self._fleet.apply, step=step, elapsed_s=self._elapsed_s()):
+            self._recording.faults.append(FaultMark(now_ms(), step, fault.node, fault.action))
+
+    def _outcome(self) -> Outcome | None:
+        """How the simulation has ended, if it has."""
+        until = self._scenario.until
+        if self._run_is_over():
+            return "finished"
+        if until.step is not None and self._recording.step >= until.step:
+            return "reached"
+        if self._elapsed_s() > until.timeout_s:
+            return "timeout" if until.finished or until.step is not None else "reached"
+        return None
+
+    def _run_is_over(self) -> bool:
+        """Whether the run has finished. Raises NodeError when its trainer is gone before that."""
+        trainer = self._fleet.of_role("trainer")[0]
+        record = next(record for record in self._recording.nodes if record.role == "trainer")
+        if record.status and record.status.state == "finished":
+            return True
+        if trainer.process is None or trainer.running or self._faults.will_join(trainer.plan.name):
+            return False
+        if trainer.process.returncode == 0 and not trainer.ended_by:
+            return True
+        raise NodeError(
+            f"{trainer.plan.name} ended with code {trainer.process.returncode}, and without it there is no run:\n"
+            f"{self._fleet.log_tail(trainer.plan.name)}",
+            hint=f"read {trainer.log_path}",
+        )
+
+    def _see_off(self, gatherer: Gatherer, view: View) -> None:
+        """Let the nodes of a finished run end by themselves."""
+        deadline_s = time.monotonic() + FINISH_GRACE_S
+        while time.monotonic() < deadline_s and any(member.running for member in self._fleet.members.values()):
+            self._round(gatherer, view)
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._started_s
+
+
+def _make_out_dir(out: Path) -> Path:
+    if (out / "nodes").exists() or (out / "report.json").exists():
+        raise ConfigError(
+            f"{out} holds an earlier simulation", hint=f"remove it (rm -r {out}), or give another directory with --out"
+        )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataDirError(f"{out} cannot be created: {error.strerror}") from error
+    return out.resolve()
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Take SIGTERM for Ctrl-C, so that whoever stops the simulation leaves no nodes behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(_: int, __: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,122 @@
+"""Small runs, keys and signed records for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from protocol.envelope import Signed, open_envelope, seal
+from protocol.identity import Identity
+from protocol.records import (
+    Batch,
+    BatchSpec,
+    CheckResult,
+    EnvironmentSpec,
+    Eviction,
+    Manifest,
+    ModelSpec,
+    RolloutSpec,
+    SamplingSpec,
+    Submission,
+    ToplocSpec,
+    Trained,
+    Verdict,
+)
+
+OPERATOR = Identity.from_phrase("operator")
+VALIDATOR = Identity.from_phrase("validator")
+CHECKPOINT = b"c" * 32
+
+
+def make_manifest(**changes: Any) -> Manifest:
+    """A run of tiny sizes, trained by OPERATOR and judged by VALIDATOR."""
+    manifest = Manifest(
+        name="test",
+        issued_at_ms=1,
+        trainer=OPERATOR.peer_id.public_key,
+        validators=(VALIDATOR.peer_id.public_key,),
+        quorum=1,
+        admission="open",
+        model=ModelSpec(architecture=b"a" * 32, tokenizer=b"t" * 32, vocab_size=64, max_model_len=256, stop_ids=(2,)),
+        environment=EnvironmentSpec(name="sort-digits", digest=b"e" * 32),
+        rollout=RolloutSpec(
+            group_size=2, prompts_per_submission=2, max_new_tokens=10, temperature=1.0, max_submissions_per_step=4
+        ),
+        batch=BatchSpec(rollouts_per_step=8, max_staleness=1, total_steps=3),
+        toploc=ToplocSpec(top_k=16, max_exponent_mismatches=2, max_mantissa_mean=2.0, max_mantissa_median=2.0),
+        sampling=SamplingSpec(max_margin=0.02, max_mean_margin=0.002, max_logprob_error=0.01),
+        shard_bytes=4096,
+        recipe=b"r" * 32,
+    )
+    return msgspec.structs.replace(manifest, **changes)
+
+
+def sealed(record: Any, identity: Identity) -> Signed[Any]:
+    return open_envelope(seal(record, identity), type(record))
+
+
+def make_submission(author: Identity, run_id: bytes, **changes: Any) -> Signed[Submission]:
+    record = Submission(
+        run_id=run_id,
+        step=0,
+        index=0,
+        checkpoint_step=0,
+        checkpoint=CHECKPOINT,
+        sha256=b"f" * 32,
+        size=100,
+        rollouts=4,
+        output_tokens=40,
+        engine="torch",
+        dtype="float32",
+        software="test",
+        issued_at_ms=1,
+    )
+    record = msgspec.structs.replace(record, **changes)
+    if "sha256" not in changes:
+        tag = bytes([record.step, record.index]) + author.peer_id.public_key[:30]
+        record = msgspec.structs.replace(record, sha256=tag)
+    return sealed(record, author)
+
+
+def make_verdict(submission: Signed[Submission], *, by: Identity = VALIDATOR, **changes: Any) -> Signed[Verdict]:
+    record = Verdict(
+        run_id=submission.record.run_id,
+        submission=submission.id,
+        contributor=submission.author.public_key,
+        step=submission.record.step,
+        outcome="accept",
+        hard=False,
+        reason="",
+        checks=(CheckResult(name="toploc", outcome="pass", numbers={"exponent_mismatches": 0.0}),),
+        mean_reward=0.5,
+        engine="torch",
+        dtype="float32",
+        software="test",
+        head_sequence=1,
+        issued_at_ms=2,
+    )
+    return sealed(msgspec.structs.replace(record, **changes), by)
+
+
+def make_batch(run_id: bytes, step: int, submissions: list[Signed[Submission]], *, by: Identity = OPERATOR) -> bytes:
+    ids = tuple(one.id for one in submissions)
+    return seal(Batch(run_id=run_id, step=step, submissions=ids, issued_at_ms=3), by)
+
+
+def make_trained(run_id: bytes, step: int, *, by: Identity = OPERATOR) -> bytes:
+    record = Trained(
+        run_id=run_id, step=step, checkpoint=CHECKPOINT, mean_reward=0.5, metrics={"loss": 0.1}, issued_at_ms=4
+    )
+    return seal(record, by)
+
+
+def make_eviction(verdict: Signed[Verdict], *, by: Identity = OPERATOR) -> bytes:
+    record = Eviction(
+        run_id=verdict.record.run_id,
+        contributor=verdict.record.contributor,
+        verdict=verdict.id,
+        reason=verdict.record.reason,
+        issued_at_ms=5,
+    )
+    return seal(record, by)

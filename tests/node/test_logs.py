@@ -1,0 +1,74 @@
+"""Log lines: one each, bounded, with short peer ids."""
+
+import io
+import logging
+
+import pytest
+
+from node.logs import MAX_LINE_CHARS, BoundedLog, set_up_logging, shorten_peer_ids
+from protocol.identity import Identity
+
+
+@pytest.fixture
+def lines():
+    stream = io.StringIO()
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    yield lambda name="info": (set_up_logging(name, stream=stream), stream)[1]
+    root.handlers[:] = before
+    root.setLevel(level)
+    logging.captureWarnings(False)
+
+
+def test_a_peer_cannot_forge_a_line(lines):
+    """Attack: a name with a line break and terminal codes, to fake or hide log entries."""
+    stream = lines()
+    logging.getLogger("node.x").info("relay name=%s", "a\n2025 error forged\x1b[2J")
+    assert stream.getvalue().count("\n") == 1
+    assert "\\n2025 error forged\\x1b" in stream.getvalue()
+
+
+def test_long_lines_are_cut(lines):
+    stream = lines()
+    logging.getLogger("node.x").info("y" * 100_000)
+    assert len(stream.getvalue()) == MAX_LINE_CHARS + 1
+
+
+def test_peer_ids_are_short():
+    alice = Identity.from_phrase("alice").peer_id
+    assert shorten_peer_ids(f"from {alice}, {alice}") == f"from {alice.short}, {alice.short}"
+
+
+def test_libraries_are_quiet(lines):
+    stream = lines()
+    logging.getLogger("libp2p.kad_dht").warning("flood")
+    logging.getLogger("node").info("ours")
+    logging.getLogger("node").debug("hidden")
+    assert "flood" not in stream.getvalue()
+    assert "hidden" not in stream.getvalue()
+    assert "ours" in stream.getvalue()
+
+
+def test_tracebacks_show_at_debug_only(lines):
+    for level, shown in (("info", False), ("debug", True)):
+        stream = lines(level)
+        stream.truncate(0)
+        try:
+            raise ValueError("boom")
+        except ValueError:
+            logging.getLogger("node").exception("failed")
+        assert "ValueError('boom')" in stream.getvalue()
+        assert ("Traceback" in stream.getvalue()) is shown
+
+
+def test_a_full_disk_does_not_raise(tmp_path, monkeypatch, caplog):
+    log = BoundedLog(tmp_path / "x.log", max_bytes=10)
+
+    def full():
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(log, "_rotate", full)
+    log.write(b"x" * 100)
+    log.write(b"x" * 100)
+    log.close()
+    assert caplog.text.count("cannot be written") == 1

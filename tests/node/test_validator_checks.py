@@ -1,0 +1,453 @@
+"""Submissions judged as a validator judges them: honest ones pass on every engine setting, each lie is named."""
+
+import copy
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from submission_kit import (
+    ALICE,
+    BOB,
+    CHECKPOINT,
+    POLICY,
+    hand_in,
+    judge_rollouts,
+    judge_rows,
+    make_judge,
+    make_manifest,
+    make_worker,
+    numbers,
+)
+from tiny_models import build_model, write_model
+
+from environments.base import Reward
+from environments.sort_digits import SortDigits
+from node.engines.torch_engine import TorchEngine
+from node.inference.compute import RolloutWorker
+from node.validator.compute import Judge
+from protocol.errors import MalformedError, ModelError
+from protocol.sampling import gumbel_rows
+
+
+@pytest.fixture(scope="module")
+def judge():
+    return make_judge()
+
+
+@pytest.fixture(scope="module")
+def manifest():
+    return make_manifest()
+
+
+@pytest.fixture(scope="module")
+def alice(manifest, tmp_path_factory):
+    """What an honest contributor handed in."""
+    return hand_in(make_worker(), manifest, tmp_path_factory.mktemp("alice") / "0.parquet")
+
+
+@pytest.fixture
+def change(judge, manifest, alice):
+    """Judge Alice's submission with some of its rollouts changed: `change({number: {field: value}})`."""
+
+    def judged(changes):
+        rollouts = list(alice.rollouts)
+        for number, fields in changes.items():
+            rollouts[number] = msgspec.structs.replace(rollouts[number], **fields)
+        return judge_rollouts(judge, manifest, alice, rollouts)
+
+    return judged
+
+
+def rejected(judgement, check, *, hard=True):
+    assert judgement["outcome"] == "reject", judgement
+    assert judgement["hard"] is hard
+    assert judgement["reason"].startswith(f"{check}: "), judgement["reason"]
+    return True
+
+
+def stopped(alice):
+    """Number of a rollout that ended with the stop token after three tokens at least."""
+    return next(
+        i for i, rollout in enumerate(alice.rollouts) if rollout.finish_reason == "stop" and len(rollout.output_ids) > 3
+    )
+
+
+# Honest contributors.
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("max_batch", [1, 8, 64])
+def test_honest_rollouts_are_accepted_whatever_the_batch_and_the_threads(manifest, tmp_path, max_batch, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        worker = make_worker(max_batch=max_batch)
+        handed_in = [hand_in(worker, manifest, tmp_path / f"{i}.parquet", index=i) for i in range(5)]
+    finally:
+        torch.set_num_threads(before)
+    judge = make_judge(max_batch=64 // max_batch)
+    for submission in handed_in:
+        judgement = judge_rollouts(judge, manifest, submission)
+        assert judgement["outcome"] == "accept", judgement
+        assert {check["outcome"] for check in judgement["checks"]} == {"pass"}
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama3-rope", "qwen3"])
+def test_long_honest_rollouts_of_every_architecture_are_accepted(name, tmp_path):
+    policy = write_model(build_model(name), tmp_path / "policy")
+    manifest = make_manifest(policy, max_new_tokens=80, temperature=0.7)
+    handed_in = hand_in(make_worker(policy, max_batch=5), manifest, tmp_path / "0.parquet")
+    assert max(len(rollout.proofs) for rollout in handed_in.rollouts) == 3
+    judgement = judge_rollouts(make_judge(policy), manifest, handed_in)
+    assert judgement["outcome"] == "accept", judgement
+
+
+def test_a_verdict_carries_what_was_measured(judge, manifest, alice):
+    judgement = judge_rollouts(judge, manifest, alice)
+    names = [check["name"] for check in judgement["checks"]]
+    assert names == ["schema", "prompt", "termination", "toploc", "sampling", "logprob", "reward"]
+    assert numbers(judgement, "toploc")["chunks"] == len(alice.rollouts)
+    assert numbers(judgement, "sampling")["tokens"] == judgement["output_tokens"] == alice.record.output_tokens
+    assert numbers(judgement, "sampling")["match"] > 0.99
+    assert 0 < numbers(judgement, "logprob")["max_error"] < 1e-4
+    assert judgement["mean_reward"] == pytest.approx(sum(r.reward for r in alice.rollouts) / len(alice.rollouts))
+    assert judgement["engine"].startswith("torch ")
+    assert judgement["dtype"] == "float32"
+
+
+def test_equal_answers_to_one_prompt_are_no_fault(manifest, judge, tmp_path):
+    cold = make_manifest(temperature=0.01)
+    judgement = judge_rollouts(judge, cold, hand_in(make_worker(), cold, tmp_path / "0.parquet"))
+    assert judgement["outcome"] == "accept", judgement
+    assert numbers(judgement, "schema")["repeats"] > 0
+
+
+# Cheats with another policy, another noise, another temperature.
+
+
+def drifted(tmp_path, size):
+    """The demo policy with every weight moved a little, as a training step does."""
+    from safetensors.torch import load_file, save_file
+
+    noise = torch.Generator().manual_seed(0)
+    weights = load_file(POLICY / "model.safetensors")
+    moved = {name: w + size * torch.randn(w.shape, generator=noise) for name, w in weights.items()}
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((POLICY / name).read_bytes())
+    save_file(moved, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_another_policy_is_rejected(judge, manifest, tmp_path):
+    """A contributor answers with a policy that is not the run's at all."""
+    other = write_model(build_model("qwen2", seed=5), tmp_path / "other")
+    (other / "tokenizer.json").write_bytes((POLICY / "tokenizer.json").read_bytes())
+    judgement = judge_rollouts(judge, manifest, hand_in(make_worker(other), manifest, tmp_path / "0.parquet"))
+    assert rejected(judgement, "toploc")
+    assert {check["name"] for check in judgement["checks"] if check["outcome"] == "fail"} >= {"toploc", "sampling"}
+
+
+def test_a_stale_policy_is_rejected(judge, manifest, tmp_path):
+    """A contributor names the newest checkpoint but keeps an older one, whose weights differ by a thousandth."""
+    worker = make_worker(drifted(tmp_path, 1e-3))
+    assert rejected(judge_rollouts(judge, manifest, hand_in(worker, manifest, tmp_path / "0.parquet")), "toploc")
+
+
+def test_a_slightly_stale_policy_shows_in_the_log_probabilities(judge, manifest, tmp_path):
+    """A contributor keeps weights that differ by a hundred-thousandth: too little for any activation's mantissa."""
+    worker = make_worker(drifted(tmp_path, 3e-5))
+    assert rejected(judge_rollouts(judge, manifest, hand_in(worker, manifest, tmp_path / "0.parquet")), "logprob")
+
+
+def test_a_coarser_dtype_is_rejected(judge, manifest, tmp_path):
+    """A contributor computes in bfloat16 where the run's thresholds are for float32."""
+    worker = make_worker(dtype="bfloat16")
+    assert rejected(judge_rollouts(judge, manifest, hand_in(worker, manifest, tmp_path / "0.parquet")), "toploc")
+
+
+def test_another_temperature_is_rejected(judge, manifest, tmp_path):
+    """A contributor samples colder than the run asks, for better rewards. TOPLOC cannot see it."""
+
+    class Cold(RolloutWorker):
+        def sampling(self, manifest):
+            return replace(super().sampling(manifest), temperature=0.7)
+
+    judgement = judge_rollouts(judge, manifest, hand_in(make_worker(kind=Cold), manifest, tmp_path / "0.parquet"))
+    assert rejected(judgement, "sampling")
+
+
+def test_another_seed_is_rejected(judge, manifest, tmp_path):
+    """A contributor draws with noise of its own choice, to keep the answers it likes. TOPLOC cannot see it."""
+
+    class OtherNoise(RolloutWorker):
+        def requests(self, work):
+            return [replace(request, seed=b"x" * 32) for request in super().requests(work)]
+
+    worker = make_worker(kind=OtherNoise)
+    assert rejected(judge_rollouts(judge, manifest, hand_in(worker, manifest, tmp_path / "0.parquet")), "sampling")
+
+
+def test_the_best_of_several_answers_is_rejected(judge, manifest, tmp_path):
+    """A contributor answers each prompt more often than the group is large and hands in the best answers."""
+
+    class Best(RolloutWorker):
+        def answers(self, work, sampling, *, progress=None):
+            honest = self.requests(work)
+            again = [replace(request, seed=bytes(32)) for request in honest]
+            first, second = self.engine.generate(honest, sampling), self.engine.generate(again, sampling)
+            pairs = zip(first, second, strict=True)
+            return [max(pair, key=lambda g: self.reward(work, i // work.group_size, g)) for i, pair in enumerate(pairs)]
+
+    worker = make_worker(kind=Best)
+    assert rejected(judge_rollouts(judge, manifest, hand_in(worker, manifest, tmp_path / "0.parquet")), "sampling")
+
+
+def test_a_cheap_draft_with_an_honest_prefill_is_rejected(judge, manifest, tmp_path):
+    """Tokens come from a cheaper policy; proofs and log-probabilities from one honest pass over them."""
+    from protocol.toploc import build_proofs
+
+    cheap = make_worker(drifted(tmp_path, 0.05))
+    draft = hand_in(cheap, manifest, tmp_path / "0.parquet").rollouts
+    engine = TorchEngine()
+    engine.load(POLICY)
+    rollouts = list(draft)
+    for prefill in engine.prefill([(r.prompt_ids, r.output_ids) for r in draft]):
+        rollout = draft[prefill.index]
+        logits = torch.from_numpy(prefill.logits(0, len(rollout.output_ids)))
+        chosen = torch.log_softmax(logits, -1).gather(1, torch.tensor(rollout.output_ids)[:, None])[:, 0]
+        rollouts[prefill.index] = msgspec.structs.replace(
+            rollout, logprobs=chosen.tolist(), proofs=build_proofs(prefill.patterns, 16)
+        )
+    judgement = judge_rollouts(judge, manifest, hand_in(cheap, manifest, tmp_path / "0.parquet"), rollouts)
+    assert rejected(judgement, "sampling")
+    assert {check["name"]: check["outcome"] for check in judgement["checks"]}["toploc"] == "pass"
+
+
+# Cheats with the file.
+
+
+def test_forged_rewards_are_rejected(change, alice):
+    """A contributor claims a reward that its answer did not earn."""
+    wrong = next(i for i, rollout in enumerate(alice.rollouts) if rollout.reward == 0)
+    assert rejected(change({wrong: {"reward": 1.0}}), "reward")
+    assert rejected(change({0: {"reward": 1e300}}), "reward")
+
+
+def test_rewards_lowered_to_zero_are_rejected_softly(judge, manifest, tmp_path):
+    """A contributor hides successes: not counted, but an environment that could not tell looks the same."""
+    worker = make_worker()
+    many = [hand_in(worker, manifest, tmp_path / "x.parquet", index=index) for index in range(8)]
+    right = next(one for one in many if any(rollout.reward for rollout in one.rollouts))
+    lowered = [msgspec.structs.replace(rollout, reward=0.0) for rollout in right.rollouts]
+    assert rejected(judge_rollouts(judge, manifest, right, lowered), "reward", hard=False)
+
+
+def test_what_the_environment_cannot_tell_is_never_punished(judge, manifest, alice, monkeypatch):
+    monkeypatch.setattr(SortDigits, "reward", lambda self, task, completion: Reward(None, "timed out"))
+    zeros = [msgspec.structs.replace(rollout, reward=0.0) for rollout in alice.rollouts]
+    assert judge_rollouts(judge, manifest, alice, zeros)["outcome"] == "accept"
+    ones = [msgspec.structs.replace(rollout, reward=1.0) for rollout in alice.rollouts]
+    judgement = judge_rollouts(judge, manifest, alice, ones)
+    assert (judgement["outcome"], judgement["hard"]) == ("undecided", False)
+    assert judgement["reason"].startswith("reward: ")
+
+
+def test_a_missing_member_is_rejected(judge, manifest, alice):
+    """A contributor leaves out a group's worst answer, or hands in another twice instead."""
+    assert rejected(judge_rollouts(judge, manifest, alice, alice.rollouts[:-1]), "schema")
+    twice = [alice.rollouts[0], *alice.rollouts[:-1]]
+    assert rejected(judge_rollouts(judge, manifest, alice, twice), "schema")
+
+
+def test_members_out_of_order_are_rejected(judge, manifest, alice):
+    """A contributor shuffles its rows, so that places and seeds no longer belong together."""
+    assert rejected(judge_rollouts(judge, manifest, alice, alice.rollouts[::-1]), "schema")
+
+
+def test_counts_other_than_signed_are_rejected(judge, manifest, alice):
+    """The signed record claims more tokens than the file holds."""
+    record = msgspec.structs.replace(alice.record, output_tokens=alice.record.output_tokens + 1)
+    assert rejected(judge_rollouts(judge, manifest, replace(alice, record=record)), "schema")
+
+
+def test_swapped_proofs_are_rejected(change, alice):
+    """A contributor puts one answer's proof under another answer of the same length."""
+    by_length = {}
+    for number, rollout in enumerate(alice.rollouts):
+        by_length.setdefault(len(rollout.output_ids), []).append(number)
+    pairs = [
+        (a, b)
+        for numbers_ in by_length.values()
+        for a in numbers_
+        for b in numbers_
+        if alice.rollouts[a].prompt_ids != alice.rollouts[b].prompt_ids
+    ]
+    first, second = pairs[0]
+    proofs = [alice.rollouts[number].proofs for number in (first, second)]
+    assert rejected(change({first: {"proofs": proofs[1]}, second: {"proofs": proofs[0]}}), "toploc")
+
+
+def test_proofs_of_another_shape_are_rejected(change, alice):
+    """A contributor leaves proofs out, shortens them or fills them with zeros."""
+    proof = alice.rollouts[0].proofs[0]
+    for proofs in ([], [b""], [proof[:-1]], [proof, proof], [bytes(len(proof))], [b"\xff" * len(proof)]):
+        assert rejected(change({0: {"proofs": proofs}}), "toploc")
+
+
+def test_another_prompt_is_rejected(change, alice):
+    """A contributor answers an easier prompt than its seed gives."""
+    easier = alice.rollouts[-1].prompt_ids
+    assert rejected(change({0: {"prompt_ids": easier}}), "prompt")
+    assert rejected(change({0: {"prompt_ids": [10**6]}}), "prompt")
+
+
+def test_anothers_rollouts_are_rejected(judge, manifest, alice):
+    """Bob copies Alice's file and signs it as his own."""
+    assert rejected(judge_rollouts(judge, manifest, replace(alice, contributor=BOB)), "prompt")
+
+
+def test_a_replayed_file_is_rejected(judge, manifest, alice):
+    """Alice hands in the same file again as her next submission."""
+    record = msgspec.structs.replace(alice.record, index=1)
+    assert rejected(judge_rollouts(judge, manifest, replace(alice, record=record)), "prompt")
+
+
+def cut(rollout, length):
+    return {"output_ids": rollout.output_ids[:length], "logprobs": rollout.logprobs[:length]}
+
+
+def test_truncated_rollouts_are_rejected(change, alice):
+    """A contributor stops early to save work, and calls it the length limit or a stop."""
+    number = stopped(alice)
+    short = cut(alice.rollouts[number], 2)
+    assert rejected(change({number: short | {"finish_reason": "length"}}), "termination")
+    assert rejected(change({number: short | {"finish_reason": "stop"}}), "termination")
+
+
+def test_tokens_after_the_stop_are_rejected(change, alice):
+    """A contributor goes on after the stop token, or denies that it came."""
+    number = stopped(alice)
+    rollout = alice.rollouts[number]
+    longer = {"output_ids": [*rollout.output_ids, 5], "logprobs": [*rollout.logprobs, -1.0]}
+    assert rejected(change({number: longer}), "termination")
+    assert rejected(change({number: {"finish_reason": "length"}}), "termination")
+
+
+def test_hostile_tokens_are_rejected(change, alice):
+    """A contributor hands in token ids, lengths and numbers that would crash a careless validator."""
+    rollout = alice.rollouts[0]
+    count = len(rollout.output_ids)
+    for token in (-1, 64, 2**31 - 1, 2**63 - 1, -(2**63)):
+        assert rejected(change({0: {"output_ids": [token] * count}}), "schema")
+    assert rejected(change({0: {"output_ids": []}}), "schema")
+    assert rejected(change({0: {"output_ids": [5] * 1000, "logprobs": [-1.0] * 1000}}), "schema")
+    assert rejected(change({0: {"logprobs": rollout.logprobs[1:]}}), "schema")
+    assert rejected(change({0: {"logprobs": [float("nan")] * count}}), "schema")
+    assert rejected(change({0: {"reward": float("inf")}}), "schema")
+    assert rejected(change({0: {"member": -1}}), "schema")
+    assert rejected(change({0: {"prompt_index": 2**62}}), "schema")
+
+
+def test_forged_log_probabilities_are_rejected(change, alice):
+    """A contributor flatters its log-probabilities, which training would weigh its answers by."""
+    better = [value / 2 for value in alice.rollouts[0].logprobs]
+    assert rejected(change({0: {"logprobs": better}}), "logprob")
+
+
+ROW_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda children: st.lists(children, max_size=4) | st.dictionaries(st.text(), children, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(number=st.integers(0, 15), name=st.sampled_from(["output_ids", "logprobs", "proofs", "reward"]), data=st.data())
+def test_any_value_in_a_row_gives_a_judgement(judge, manifest, alice, number, name, data):
+    """A reader that was fooled hands over anything at all."""
+    rows = [msgspec.to_builtins(rollout, builtin_types=(bytes,)) for rollout in alice.rollouts]
+    rows[number] = copy.deepcopy(rows[number]) | {name: data.draw(ROW_VALUES)}
+    assert judge_rows(judge, manifest, alice, rows)["outcome"] in ("accept", "reject")
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=ROW_VALUES)
+def test_anything_but_rollouts_is_rejected(judge, manifest, alice, rows):
+    """The rows are not even rows."""
+    assert rejected(judge_rows(judge, manifest, alice, rows), "schema")
+
+
+# What is the validator's own fault.
+
+
+def test_a_fault_of_the_engine_is_undecided(manifest, alice):
+    class Broken(TorchEngine):
+        def prefill(self, sequences):
+            raise RuntimeError("the accelerator is gone")
+
+    judge = Judge(Broken)
+    judge.load(str(POLICY), CHECKPOINT)
+    judgement = judge_rollouts(judge, manifest, alice)
+    assert (judgement["outcome"], judgement["hard"]) == ("undecided", False)
+    assert "the accelerator is gone" in judgement["reason"]
+
+
+def test_a_policy_that_gives_no_numbers_is_undecided(manifest, alice, tmp_path):
+    """Training diverged: the contributor must not pay for a checkpoint whose logits are NaN."""
+    judgement = judge_rollouts(make_judge(drifted(tmp_path, float("nan"))), manifest, alice)
+    assert (judgement["outcome"], judgement["hard"]) == ("undecided", False)
+    assert "not finite" in judgement["reason"]
+
+
+def test_another_environment_is_undecided(judge, manifest, alice):
+    """This validator's installation lacks the run's environment."""
+    other = msgspec.structs.replace(manifest.environment, digest=b"e" * 32)
+    judgement = judge_rollouts(judge, msgspec.structs.replace(manifest, environment=other), alice)
+    assert judgement["outcome"] == "undecided"
+    assert "EnvironmentUnknown" in judgement["reason"]
+
+
+def test_policies_are_kept_by_use():
+    judge = make_judge()
+    for name in (b"1", b"2"):
+        judge.load(str(POLICY), name * 32, keep=3)
+    judge.load(str(POLICY), CHECKPOINT, keep=3)
+    held = judge.load(str(POLICY), b"3" * 32, keep=3)["held"]
+    assert held == [b"2" * 32, CHECKPOINT, b"3" * 32]
+
+
+def test_a_policy_not_held_is_an_error(manifest, alice):
+    with pytest.raises(ModelError, match="not loaded"):
+        judge_rollouts(Judge(TorchEngine), manifest, alice)
+
+
+def test_records_that_do_not_decode_are_an_error(judge):
+    with pytest.raises(MalformedError, match="not a valid submission"):
+        judge.judge(submission=b"\xc1", manifest=b"", run_id=b"", contributor=ALICE, rollouts=[])
+
+
+def test_margins_are_those_of_the_rule(judge, manifest, tmp_path):
+    """Forcing one token against the noise costs exactly its margin in the verdict's numbers."""
+    forced = {}
+
+    class Forced(RolloutWorker):
+        def answers(self, work, sampling, *, progress=None):
+            answers = super().answers(work, sampling, progress=progress)
+            request = self.requests(work)[0]
+            logits = next(iter(self.engine.prefill([(request.prompt_ids, [5])]))).logits(0, 1)[0]
+            from protocol.sampling import position_keys
+
+            noisy = logits + gumbel_rows(position_keys(request.seed, 1), len(logits))[0]
+            second = int(noisy.argsort()[-2])
+            forced["margin"] = float(noisy.max() - noisy[second])
+            follow = replace(request, prompt_ids=[*request.prompt_ids, second])
+            rest = self.engine.generate([follow], replace(sampling, max_new_tokens=sampling.max_new_tokens - 1))[0]
+            tokens = [second, *rest.output_ids] if second != 2 else [second]
+            return [replace(answers[0], output_ids=tokens, finish_reason="stop" if tokens[-1] == 2 else "length",
+                            logprobs=[-1.0] * len(tokens)), *answers[1:]]
+
+    judgement = judge_rollouts(judge, manifest, hand_in(make_worker(kind=Forced), manifest, tmp_path / "0.parquet"))
+    assert numbers(judgement, "sampling")["max_margin"] >= forced["margin"] * 0.999

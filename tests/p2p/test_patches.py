@@ -1,0 +1,282 @@
+"""Each fault of libp2p 0.8.1 that p2p.patches repairs, replayed by an attacker on loopback."""
+
+import gc
+import logging
+import resource
+import struct
+import time
+
+import pytest
+import trio
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.kad_dht import common, kad_dht, peer_routing, provider_store, value_store
+from libp2p.kad_dht.pb.kademlia_pb2 import Message
+from libp2p.network import swarm
+from libp2p.network.exceptions import SwarmException
+from libp2p.peer.id import ID
+from libp2p.peer.peerstore import create_signed_peer_record
+from libp2p.utils.varint import encode_uvarint, encode_varint_prefixed
+from multiaddr import Multiaddr
+from p2p_world import ALICE, BOB, CAROL, MALLORY, RUN, advert, info, port_of, running_host, until, works
+
+from p2p import patches
+from p2p.dht import RunDHT, relay_key
+from p2p.kad import RequestError, request
+from protocol.errors import ConfigError
+
+MIB = 1024 * 1024
+
+
+def dht(host, identity, *, serve=True):
+    return RunDHT(host, identity.peer_id, RUN, serve=serve, clock=time.time)
+
+
+def peak_memory_mib():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def test_another_release_is_refused():
+    with pytest.raises(ConfigError, match=r"libp2p 0\.9\.0 is installed") as caught:
+        patches.check_version("0.9.0")
+    assert "pip install" in caught.value.hint
+
+
+def test_repairs_are_in_place():
+    patches.apply()
+    assert swarm._HAPPY_EYEBALLS_DELAY == 0.0
+    assert {module.PROTOCOL_ID for module in (common, kad_dht, peer_routing, provider_store, value_store)} == {
+        "/intellect/kad/1.0.0"
+    }
+
+
+async def test_auto_connector_dials_nobody():
+    with trio.fail_after(10):
+        async with running_host(ALICE) as alice, running_host(BOB) as bob:
+            alice.get_peerstore().add_addrs(bob.get_id(), bob.get_transport_addrs(), 100)
+            await alice.get_network().auto_connector.maybe_connect()
+            assert not alice.get_connected_peers()
+
+
+async def test_raising_handler_ends_its_stream_only():
+    """Attack: a message that makes a stream handler raise, which would end the host and the process with it."""
+
+    async def handler(stream):
+        await stream.read(1)
+        raise ValueError("what a peer's bytes brought about")
+
+    with trio.fail_after(20):
+        async with running_host(ALICE) as alice, running_host(MALLORY, listens=False) as mallory:
+            alice.set_stream_handler("/bad/1", handler)
+            await mallory.connect(info(alice))
+            stream = await mallory.new_stream(alice.get_id(), ["/bad/1"])
+            await stream.write(b"x")
+            with pytest.raises(Exception, match=r".*"):
+                await stream.read(1)
+            async with running_host(BOB, listens=False) as bob:
+                assert await works(alice, bob)
+
+
+async def test_identify_failure_is_contained():
+    """Attack: an identify answer that raises inside a trio system task, which ends the program."""
+    with trio.fail_after(10):
+        async with running_host(ALICE) as alice:
+
+            async def fail(peer_id, *, reason):
+                raise ValueError(reason)
+
+            alice._identify_peer = fail
+            await alice._identify_task_entry(alice.get_id(), "test")
+
+
+async def test_streams_of_one_peer_are_capped():
+    """Attack: one peer opens streams without end, taking all of the host's 10 000 slots."""
+    opened = 0
+
+    async def hold(stream):
+        nonlocal opened
+        opened += 1
+        await trio.sleep_forever()
+
+    with trio.fail_after(30):
+        async with running_host(ALICE) as alice, running_host(MALLORY, listens=False) as mallory:
+            alice.set_stream_handler("/hold/1", hold)
+            await mallory.connect(info(alice))
+            with pytest.raises(Exception, match=r".*"):
+                for _ in range(patches.MAX_STREAMS_PER_PEER + 8):
+                    await mallory.new_stream(alice.get_id(), ["/hold/1"])
+            assert 0 < opened <= patches.MAX_STREAMS_PER_PEER
+            async with running_host(BOB, listens=False) as bob:
+                assert await works(alice, bob)
+
+
+async def test_inbound_slots_are_given_back():
+    """Attack: connect and leave until the host's slots, which libp2p never gives back, are gone."""
+    with trio.fail_after(30):
+        async with running_host(ALICE) as alice:
+            limiter = alice.get_network()._inbound_limiter
+            limiter.total_tokens = 2
+            async with running_host(BOB, listens=False) as bob:
+                for _ in range(6):
+                    assert await works(alice, bob)
+                    await bob.disconnect(alice.get_id())
+                    await until(lambda: not limiter.borrowed_tokens)
+
+
+async def test_idle_sockets_do_not_shut_others_out():
+    """Attack: open TCP connections, say nothing, and hold every inbound slot until the handshakes time out."""
+    with trio.fail_after(30):
+        async with running_host(ALICE) as alice:
+            limiter = alice.get_network()._inbound_limiter
+            limiter.total_tokens = patches.MAX_HALF_OPEN_PER_ADDRESS + 8
+            idle = [await trio.open_tcp_stream("127.0.0.1", port_of(alice)) for _ in range(60)]
+            await until(lambda: limiter.borrowed_tokens == patches.MAX_HALF_OPEN_PER_ADDRESS)
+            for stream in idle:
+                await stream.aclose()
+            await until(lambda: not limiter.borrowed_tokens)
+            async with running_host(BOB, listens=False) as bob:
+                assert await works(alice, bob)
+
+
+async def test_negotiation_message_does_not_fill_memory():
+    """Attack: before any handshake, announce a gigabyte of negotiation and send it."""
+    with trio.fail_after(30):
+        async with running_host(ALICE) as alice:
+            before = peak_memory_mib()
+            stream = await trio.open_tcp_stream("127.0.0.1", port_of(alice))
+            with pytest.raises(trio.BrokenResourceError):
+                await stream.send_all(encode_uvarint(1024 * MIB))
+                for _ in range(200):
+                    await stream.send_all(b"x" * MIB)
+            await stream.aclose()
+            assert peak_memory_mib() - before < 40
+            async with running_host(BOB, listens=False) as bob:
+                assert await works(alice, bob)
+
+
+async def test_unread_stream_does_not_fill_memory():
+    """Attack: ignore the receive window and push data into a stream that its handler does not read."""
+
+    async def stall(stream):
+        await trio.sleep_forever()
+
+    with trio.fail_after(60):
+        async with running_host(ALICE) as alice, running_host(MALLORY, listens=False) as mallory:
+            alice.set_stream_handler("/stall/1", stall)
+            await mallory.connect(info(alice))
+            stream = (await mallory.new_stream(alice.get_id(), ["/stall/1"])).muxed_stream
+            chunk = b"z" * 65000
+            frame = struct.pack("!BBHII", 0, 0, 0, stream.stream_id, len(chunk)) + chunk
+            sent = 0
+            before = peak_memory_mib()
+            while alice.get_connected_peers() and sent < 120 * MIB:
+                await stream.conn._write_frame(frame)
+                sent += len(frame)
+            assert sent < 60 * MIB
+            assert peak_memory_mib() - before < 120
+            async with running_host(BOB, listens=False) as bob:
+                assert await works(alice, bob)
+
+
+async def test_kademlia_has_its_own_protocol_id():
+    with trio.fail_after(10):
+        async with running_host(ALICE) as alice:
+            dht(alice, ALICE)
+            protocols = alice.get_mux().get_protocols()
+            assert patches.KAD_PROTOCOL in protocols
+            assert not any(protocol and protocol.startswith("/ipfs/kad") for protocol in protocols)
+
+
+async def test_idle_kad_streams_do_not_stop_the_server():
+    """Attack: open a dozen Kademlia streams, send half a message on each, and keep them."""
+    with trio.fail_after(30):
+        async with running_host(ALICE) as alice, running_host(MALLORY, listens=False) as mallory:
+            server = dht(alice, ALICE)
+            await mallory.connect(info(alice))
+            for _ in range(14):
+                stream = await mallory.new_stream(alice.get_id(), [patches.KAD_PROTOCOL])
+                with trio.move_on_after(0.2):
+                    await stream.write(b"\x80")
+            async with running_host(BOB, listens=False) as bob:
+                client = dht(bob, BOB, serve=False)
+                client.bootstrap = {alice.get_id()}
+                await bob.connect(info(alice))
+                assert await client.put(relay_key(RUN, BOB.peer_id), advert()) == (False, 1)
+            assert server.stored_values == 1
+
+
+async def test_silent_kad_stream_is_ended(monkeypatch):
+    """Attack: hold a Kademlia stream for ever."""
+    monkeypatch.setattr(patches, "KAD_STREAM_TIMEOUT_S", 0.1)
+    with trio.fail_after(10):
+        async with running_host(ALICE) as alice, running_host(MALLORY, listens=False) as mallory:
+            dht(alice, ALICE)
+            await mallory.connect(info(alice))
+            stream = await mallory.new_stream(alice.get_id(), [patches.KAD_PROTOCOL])
+            await stream.write(b"\x80")
+            with pytest.raises(Exception, match=r".*"):
+                await stream.read(1)
+
+
+async def test_oversized_put_is_refused():
+    """Attack: a PUT_VALUE of 3 MiB, which libp2p would read, and log in hexadecimal."""
+    with trio.fail_after(20):
+        async with running_host(ALICE) as alice, running_host(MALLORY, listens=False) as mallory:
+            server = dht(alice, ALICE)
+            await mallory.connect(info(alice))
+            stream = await mallory.new_stream(alice.get_id(), [patches.KAD_PROTOCOL])
+            message = Message(type=Message.MessageType.PUT_VALUE, key=relay_key(RUN, BOB.peer_id).encode())
+            message.record.key, message.record.value = message.key, b"x" * 3 * MIB
+            with pytest.raises(Exception, match=r".*"):
+                await stream.write(encode_varint_prefixed(message.SerializeToString()))
+                await stream.read(1)
+            assert server.stored_values == 0
+
+
+def test_logs_of_libp2p_are_cut(caplog):
+    """Attack: make libp2p log what was sent, until the disk is full."""
+    patches.apply()
+    with caplog.at_level(logging.DEBUG):
+        logging.getLogger("libp2p.kad_dht.kad_dht").warning("y" * 100_000)
+        logging.getLogger("libp2p.kad_dht.kad_dht").error("x" * 100_000)
+    assert [len(record.getMessage()) < 2100 for record in caplog.records] == [True]
+
+
+async def test_flood_of_peers_leaves_the_own_key():
+    """Attack: answer with a thousand made-up peers, so that the peer store evicts the node's own key."""
+    with trio.fail_after(20):
+        async with running_host(ALICE) as alice:
+            for number in range(1200):
+                alice.get_peerstore().add_addrs(
+                    ID(b"\x00\x24" + struct.pack(">I", number) * 9), [Multiaddr("/ip4/10.0.0.1/tcp/1")], 60
+                )
+            assert alice.get_private_key().to_bytes() == ALICE.seed
+
+
+async def test_huge_peer_record_is_refused():
+    """Attack: a signed peer record of many addresses, which servers would hand on with every answer."""
+    with trio.fail_after(20):
+        async with running_host(ALICE) as alice:
+            keys = create_new_key_pair(MALLORY.seed)
+            addresses = [Multiaddr(f"/ip4/10.0.{high}.{low}/tcp/1") for high in range(4) for low in range(250)]
+            record = create_signed_peer_record(ID.from_pubkey(keys.public_key), addresses, keys.private_key)
+            assert not alice.get_peerstore().consume_peer_record(record, 60)
+
+
+async def test_request_to_a_peer_without_a_dht_is_an_error():
+    with trio.fail_after(20):
+        async with running_host(ALICE) as alice, running_host(CAROL, listens=False) as carol:
+            carol.get_peerstore().add_addrs(alice.get_id(), alice.get_transport_addrs(), 60)
+            with pytest.raises(RequestError):
+                await request(carol, alice.get_id(), Message(type=Message.MessageType.PING))
+
+
+async def test_dial_is_refused_while_peer_is_down():
+    with trio.fail_after(20):
+        async with running_host(ALICE, listens=False) as alice:
+            nobody = ID.from_string(str(BOB.peer_id))
+            alice.get_peerstore().add_addrs(nobody, [Multiaddr("/ip4/127.0.0.1/tcp/9")], 60)
+            with pytest.raises(SwarmException):
+                await alice.get_network().dial_peer(nobody)
+            patches.forget_failed_dial(alice, nobody)
+            assert not alice.get_network()._negative_peer_cache.is_blocked(str(nobody))
+    gc.collect()

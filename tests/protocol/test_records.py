@@ -1,0 +1,223 @@
+import math
+
+import msgspec
+import pytest
+from factories import OPERATOR, VALIDATOR, make_manifest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.constants import MAX_DHT_VALUE_BYTES, MAX_SHARDS
+from protocol.envelope import Record, open_envelope, seal
+from protocol.errors import MalformedError, ProtocolError
+from protocol.records import (
+    Batch,
+    CheckpointFile,
+    CheckpointManifest,
+    CheckResult,
+    Eviction,
+    Head,
+    Manifest,
+    OriginNotice,
+    Receipt,
+    RelayAdvert,
+    RunPointer,
+    Submission,
+    Trained,
+    Verdict,
+)
+
+KEY = VALIDATOR.peer_id.public_key
+D = b"d" * 32
+
+EXAMPLES: list[Record] = [
+    make_manifest(),
+    Head(
+        run_id=D, sequence=3, issued_at_ms=1, step=2, collecting=True, checkpoint_step=2, checkpoint=D,
+        oldest_checkpoint_step=1, ledger_length=9, ledger_tip=D, finished=False,
+    ),
+    RunPointer(name="test", sequence=1, issued_at_ms=1, valid_until_ms=2, manifest=b"m"),
+    RelayAdvert(
+        run=D, sequence=1, issued_at_ms=1, valid_until_ms=2, multiaddrs=("/ip4/127.0.0.1/tcp/1",),
+        http_url="http://127.0.0.1:8080", software="1.0",
+    ),
+    OriginNotice(run_id=D, relay=KEY, issued_at_ms=1, http_url="https://[::1]:8080/x", token="t" * 16),
+    CheckpointManifest(
+        run_id=D, step=1, issued_at_ms=1, shard_bytes=4096, sha256=D, shards=(D, D),
+        files=(CheckpointFile(name="config.json", size=10, sha256=D), CheckpointFile(name="a.st", size=5, sha256=D)),
+    ),
+    Submission(
+        run_id=D, step=1, index=0, checkpoint_step=1, checkpoint=D, sha256=D, size=1, rollouts=4, output_tokens=9,
+        engine="torch", dtype="float32", software="1.0", issued_at_ms=1,
+    ),
+    Receipt(run_id=D, submission=D, head_sequence=1, received_at_ms=1),
+    Verdict(
+        run_id=D, submission=D, contributor=KEY, step=1, outcome="reject", hard=True, reason="forged proof",
+        checks=(CheckResult(name="toploc", outcome="fail", detail="x", numbers={"mismatches": 128.0}),),
+        mean_reward=0.5, engine="torch", dtype="float32", software="1.0", head_sequence=1, issued_at_ms=1,
+    ),
+    Batch(run_id=D, step=1, submissions=(D,), issued_at_ms=1),
+    Trained(run_id=D, step=1, checkpoint=D, mean_reward=0.5, metrics={"loss": -0.1}, issued_at_ms=1),
+    Eviction(run_id=D, contributor=KEY, verdict=D, reason="forged proof", issued_at_ms=1),
+]  # fmt: skip
+BY_KIND = {record.KIND: record for record in EXAMPLES}
+
+
+def refused(kind, because, /, **changes):
+    """Open the example with these changes: it must fail for this reason. Signing checks nothing, as a hostile node."""
+    with pytest.raises(MalformedError, match=because):
+        open_envelope(seal(msgspec.structs.replace(BY_KIND[kind], **changes), OPERATOR), type(BY_KIND[kind]))
+
+
+@pytest.mark.parametrize("record", EXAMPLES, ids=lambda record: record.KIND)
+def test_every_record_survives(record):
+    assert open_envelope(seal(record, OPERATOR), type(record)).record == record
+
+
+def test_kinds_are_distinct():
+    assert len(BY_KIND) == len(EXAMPLES)
+
+
+def test_golden_payload_of_a_head():
+    """Field names and types on the wire. A change here is another protocol version."""
+    assert msgspec.msgpack.encode(BY_KIND["head"]).hex() == (
+        "8ba672756e5f6964c4206464646464646464646464646464646464646464646464646464646464646464a87365717565"
+        "6e636503ac6973737565645f61745f6d7301a47374657002aa636f6c6c656374696e67c3af636865636b706f696e745f"
+        "7374657002aa636865636b706f696e74c420646464646464646464646464646464646464646464646464646464646464"
+        "6464b66f6c646573745f636865636b706f696e745f7374657001ad6c65646765725f6c656e67746809aa6c6564676572"
+        "5f746970c4206464646464646464646464646464646464646464646464646464646464646464a866696e6973686564c2"
+    )
+
+
+@pytest.mark.parametrize("record", EXAMPLES, ids=lambda record: record.KIND)
+def test_unknown_and_missing_fields_are_refused(record):
+    fields = msgspec.structs.asdict(record)
+    decode = msgspec.msgpack.Decoder(type(record)).decode
+    with pytest.raises(msgspec.ValidationError, match="surprise"):
+        decode(msgspec.msgpack.encode(fields | {"surprise": 1}))
+    for name in fields:
+        with pytest.raises(msgspec.ValidationError, match=name):
+            decode(msgspec.msgpack.encode({key: value for key, value in fields.items() if key != name}))
+
+
+@pytest.mark.parametrize("record", EXAMPLES, ids=lambda record: record.KIND)
+def test_records_are_immutable(record):
+    with pytest.raises(AttributeError):
+        setattr(record, record.__struct_fields__[0], None)
+
+
+@pytest.mark.parametrize("name", ["", "UPPER", "-dash", "a b", "new\n", "a" * 65, "../up", "é"], ids=repr)
+def test_names_are_plain(name):
+    refused("manifest", "name", name=name)
+    refused("run-pointer", "name", name=name)
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", ".hidden", "a/b", "/etc/passwd", "a\\b", "a\0b", "new\n", "a" * 129], ids=repr
+)
+def test_checkpoint_files_stay_in_their_directory(name):
+    """A trainer's manifest names a file outside the checkpoint's directory."""
+    refused("checkpoint", "name", files=(CheckpointFile(name=name, size=1, sha256=D),))
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "ftp://host", "file:///etc/passwd", "http://", "http://a b", "http://host\r\nX: y", "http://host\n"],
+    ids=repr,
+)
+def test_urls_are_http_without_white_space(url):
+    """A relay advertises a URL that reads local files or smuggles a header."""
+    refused("relay-advert", "http_url", http_url=url)
+    refused("origin-notice", "http_url", http_url=url)
+
+
+@pytest.mark.parametrize("field", ["max_mantissa_mean", "max_mantissa_median"])
+@pytest.mark.parametrize("bad", [math.nan, -1.0])
+def test_thresholds_are_numbers(field, bad):
+    """Every measurement passes a threshold that is not a number."""
+    refused("manifest", field, toploc=msgspec.structs.replace(BY_KIND["manifest"].toploc, **{field: bad}))
+
+
+@pytest.mark.parametrize("field", ["max_margin", "max_mean_margin", "max_logprob_error"])
+@pytest.mark.parametrize("bad", [math.nan, -1.0])
+def test_sampling_thresholds_are_numbers(field, bad):
+    refused("manifest", field, sampling=msgspec.structs.replace(BY_KIND["manifest"].sampling, **{field: bad}))
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, 10.5, math.nan, math.inf])
+def test_temperatures_are_positive_and_finite(temperature):
+    rollout = msgspec.structs.replace(BY_KIND["manifest"].rollout, temperature=temperature)
+    refused("manifest", "temperature", rollout=rollout)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("manifest", {"validators": ()}),
+        ("manifest", {"validators": (KEY,) * 65}),
+        ("manifest", {"validators": (b"short",)}),
+        ("manifest", {"quorum": 0}),
+        ("manifest", {"admission": "closed"}),
+        ("manifest", {"shard_bytes": 1}),
+        ("head", {"sequence": 0}),
+        ("head", {"step": -1}),
+        ("head", {"step": 2**53 + 1}),
+        ("head", {"ledger_tip": b""}),
+        ("relay-advert", {"multiaddrs": ("/ip4/127.0.0.1",) * 9}),
+        ("relay-advert", {"multiaddrs": ("m" * 257,)}),
+        ("origin-notice", {"token": "short"}),
+        ("checkpoint", {"files": ()}),
+        ("checkpoint", {"shards": ()}),
+        ("checkpoint", {"shards": (D,) * (MAX_SHARDS + 1)}),
+        ("submission", {"index": -1}),
+        ("submission", {"rollouts": 0}),
+        ("submission", {"engine": "e" * 65}),
+        ("verdict", {"outcome": "maybe"}),
+        ("verdict", {"reason": "r" * 1025}),
+        ("verdict", {"checks": (BY_KIND["verdict"].checks[0],) * 33}),
+        ("batch", {"submissions": ()}),
+        ("trained", {"metrics": {str(n): 0.0 for n in range(65)}}),
+        ("eviction", {"verdict": D + D}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_bounds_are_kept(kind, changes):
+    refused(kind, next(iter(changes)), **changes)
+
+
+def test_the_largest_of_each_bounded_record_fits_its_envelope():
+    """What a record's own bounds allow must not be refused for its size."""
+    policy = msgspec.structs.replace(BY_KIND["checkpoint"], shards=(D,) * MAX_SHARDS)
+    assert open_envelope(seal(policy, OPERATOR), CheckpointManifest).record == policy
+    batch = msgspec.structs.replace(BY_KIND["batch"], submissions=(D,) * (1 << 13))
+    assert open_envelope(seal(batch, OPERATOR), Batch).record == batch
+    eviction = msgspec.structs.replace(BY_KIND["eviction"], reason="\U0001f511" * 1024)
+    assert open_envelope(seal(eviction, OPERATOR), Eviction).record == eviction
+    manifest = make_manifest(name="n" * 64, validators=(KEY,) * 64)
+    assert open_envelope(seal(manifest, OPERATOR), Manifest).record == manifest
+
+
+def test_a_full_run_pointer_fits_a_dht_value():
+    manifest = seal(make_manifest(name="n" * 64, validators=(KEY,) * 64), OPERATOR)
+    pointer = msgspec.structs.replace(BY_KIND["run-pointer"], manifest=manifest)
+    assert len(seal(pointer, OPERATOR)) <= MAX_DHT_VALUE_BYTES
+    assert RunPointer.MAX_BYTES + 1024 <= MAX_DHT_VALUE_BYTES
+
+
+def test_derived_values():
+    manifest = BY_KIND["manifest"]
+    assert manifest.trainer_id == OPERATOR.peer_id
+    assert manifest.validator_ids == (VALIDATOR.peer_id,)
+    assert manifest.rollouts_per_submission == 4
+    assert BY_KIND["checkpoint"].total_bytes == 15
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(EXAMPLES), st.data())
+def test_one_field_of_another_type_is_refused_or_valid(record, data):
+    name = data.draw(st.sampled_from(record.__struct_fields__))
+    value = data.draw(st.none() | st.booleans() | st.integers(-5, 2**64 - 1) | st.floats() | st.text() | st.binary())
+    try:
+        opened = open_envelope(seal(msgspec.structs.replace(record, **{name: value}), OPERATOR), type(record))
+    except ProtocolError:
+        return
+    assert isinstance(opened.record, type(record))

@@ -1,0 +1,138 @@
+"""Policies on disk and token log-probabilities: padding changes nothing, equal weights give equal bytes."""
+
+import hashlib
+import json
+import shutil
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from protocol.errors import ModelError
+from trainer.policy import load_policy, micro_batches, pack_batch, save_weights
+from trainer.recipe import ASSETS_DIR
+
+DEMO_POLICY = ASSETS_DIR / "sort-digits"
+PROMPTS = [[1, 9, 9], [1, 5, 6, 7, 8, 9, 10, 11], [1, 4]]
+OUTPUTS = [[4, 5, 2], [7, 2], [8, 9, 10, 11, 12, 13, 14, 2]]
+
+
+def tiny_model(tmp_path):
+    target = tmp_path / "model"
+    shutil.copytree(DEMO_POLICY, target)
+    return target
+
+
+def test_log_probabilities_do_not_depend_on_padding_or_neighbours(policy):
+    together = pack_batch(PROMPTS, OUTPUTS)
+    with torch.no_grad():
+        logprobs, entropy = policy.score(together, 0.7)
+        for row, (prompt, output) in enumerate(zip(PROMPTS, OUTPUTS, strict=True)):
+            alone = pack_batch([prompt], [output])
+            expected, expected_entropy = policy.score(alone, 0.7)
+            held = together.mask[row].bool()
+            torch.testing.assert_close(logprobs[row][held], expected[0], atol=2e-6, rtol=0)
+            torch.testing.assert_close(entropy[row][held], expected_entropy[0], atol=2e-6, rtol=0)
+
+
+def test_log_probabilities_are_those_of_the_plain_model(policy):
+    prompt, output = PROMPTS[1], OUTPUTS[1]
+    with torch.no_grad():
+        logits = policy.model(input_ids=torch.tensor([prompt + output])).logits[0]
+        expected = (logits / 0.5).log_softmax(-1)
+        logprobs, entropy = policy.score(pack_batch([prompt], [output]), 0.5)
+    rows = range(len(prompt) - 1, len(prompt) + len(output) - 1)
+    torch.testing.assert_close(logprobs[0], torch.stack([expected[r, t] for r, t in zip(rows, output, strict=True)]))
+    torch.testing.assert_close(entropy[0], -(expected.exp() * expected).sum(-1)[list(rows)])
+
+
+def test_the_mask_covers_output_tokens_and_nothing_else():
+    batch = pack_batch(PROMPTS, OUTPUTS)
+    assert batch.mask.sum(dim=1).tolist() == [3, 2, 8]
+    for row, output in enumerate(OUTPUTS):
+        assert batch.targets[row][batch.mask[row].bool()].tolist() == output
+    aligned = batch.align(OUTPUTS)
+    assert (aligned[batch.mask == 0] == 0).all()
+    assert aligned[2][batch.mask[2].bool()].tolist() == OUTPUTS[2]
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=60), st.integers(1, 4000))
+def test_micro_batches_hold_everything_once_within_the_limit(lengths, max_tokens):
+    batches = micro_batches(lengths, max_tokens=max_tokens)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    for batch in batches:
+        longest = max(lengths[index] for index in batch)
+        assert len(batch) == 1 or longest * len(batch) <= max_tokens
+        assert min(lengths[index] for index in batch) >= 0.6 * longest
+
+
+def test_entropy_has_a_gradient_only_where_it_is_asked_for(policy):
+    batch = pack_batch(PROMPTS, OUTPUTS)
+    assert policy.score(batch, 1.0)[1].requires_grad
+    assert not policy.score(batch, 1.0, with_entropy=False)[1].requires_grad
+
+
+def test_equal_weights_give_equal_bytes_and_come_back_exactly(policy, tmp_path):
+    target = tiny_model(tmp_path)
+    digests = set()
+    for name in ("first.safetensors", "second.safetensors"):
+        save_weights(policy.model, tmp_path / name)
+        digests.add(hashlib.sha256((tmp_path / name).read_bytes()).hexdigest())
+    assert len(digests) == 1
+    shutil.copyfile(tmp_path / "first.safetensors", target / "model.safetensors")
+    again = load_policy(target).parameters()
+    assert all(torch.equal(parameter, again[name]) for name, parameter in policy.parameters().items())
+
+
+def test_a_tied_weight_is_written_once(policy, tmp_path):
+    save_weights(policy.model, tmp_path / "model.safetensors")
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+
+
+def test_a_missing_directory_is_named(tmp_path):
+    with pytest.raises(ModelError, match="there is no model directory"):
+        load_policy(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("damage", ["no config", "no weights", "truncated", "garbage config", "pickle only"])
+def test_an_unusable_directory_is_a_model_error(tmp_path, damage):
+    target = tiny_model(tmp_path)
+    weights = target / "model.safetensors"
+    if damage == "no config":
+        (target / "config.json").unlink()
+    elif damage == "no weights":
+        weights.unlink()
+    elif damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif damage == "garbage config":
+        (target / "config.json").write_text("{")
+    else:
+        weights.rename(target / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_policy(target)
+
+
+def test_missing_weights_are_not_replaced_by_random_ones(tmp_path):
+    """Attack: a policy without one of its tensors, which transformers would fill with noise."""
+    target = tiny_model(tmp_path)
+    tensors = load_file(target / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks the weights model\.norm\.weight"):
+        load_policy(target)
+
+
+def test_code_from_a_model_directory_is_never_run(tmp_path):
+    """Attack: a model whose config points at its own Python code."""
+    target = tiny_model(tmp_path)
+    (target / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    config = json.loads((target / "config.json").read_text())
+    auto_map = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (target / "config.json").write_text(json.dumps(config | {"auto_map": auto_map, "model_type": "evil"}))
+    with pytest.raises(ModelError):
+        load_policy(target)
+    assert not (tmp_path / "ran").exists()

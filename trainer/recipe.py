@@ -1,0 +1,190 @@
+"""A recipe: everything an operator decides about a run, in one TOML file.
+
+The part that all nodes must agree on goes into the signed manifest; how the trainer optimises stays with the trainer.
+Unknown keys are refused with the nearest known name. This module never imports torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, get_type_hints
+
+import msgspec
+from msgspec import Meta, Struct
+
+from protocol.errors import ConfigError
+from protocol.records import BatchSpec, Count, Name, Positive, RolloutSpec, SamplingSpec, ToplocSpec
+
+RECIPES_DIR: Final = Path(__file__).parent / "recipes"
+ASSETS_DIR: Final = Path(__file__).parent / "assets"
+MAX_RECIPE_BYTES: Final = 1 << 16
+
+PositiveFloat = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(ge=0, lt=1)]
+
+
+class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A table of a recipe."""
+
+
+class ModelChoice(Section, frozen=True):
+    """Which policy the run starts from."""
+
+    source: Annotated[str, Meta(min_length=1, max_length=512)]
+    """A shipped policy's name, a directory, or a Hugging Face id."""
+
+
+class EnvironmentChoice(Section, frozen=True):
+    """Where prompts and rewards come from."""
+
+    name: Name
+
+
+class OptimiserSettings(Section, frozen=True):
+    """AdamW and the use of one batch."""
+
+    learning_rate: PositiveFloat
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    warm_up_steps: Count = 0
+    """Training steps over which the learning rate rises linearly. Adam's first steps are its wildest."""
+    max_grad_norm: PositiveFloat = 1.0
+    updates_per_step: Annotated[int, Meta(ge=1, le=1024)] = 1
+    """Optimiser steps that one batch is divided into."""
+    micro_batch_tokens: Annotated[int, Meta(ge=1)] = 8192
+    """Padded tokens that are in memory at once; changes speed and memory, not the loss."""
+    seed: Count = 0
+    """With the step's number it fixes which rollouts share an optimiser step."""
+
+
+class LossSettings(Section, frozen=True):
+    """GRPO with two-sided clipping (INTELLECT-2, section 3.4)."""
+
+    epsilon: Annotated[float, Meta(gt=0, lt=1)] = 0.2
+    """Ratios outside 1 ± epsilon gain nothing further."""
+    delta: Annotated[float, Meta(gt=1)] = 4.0
+    """Largest ratio that counts where the advantage is negative."""
+    advantage: Literal["normalised", "centred"] = "normalised"
+    """Reward minus the group's mean, divided by its standard deviation or not."""
+    level: Literal["token", "sample"] = "token"
+    """Whether each token of a batch weighs the same, or each rollout."""
+    kl_coefficient: Annotated[float, Meta(ge=0)] = 0.0
+    """Weight of the divergence from the policy that the run began with."""
+    entropy_coefficient: Annotated[float, Meta(ge=0)] = 0.0
+    old_logprobs: Literal["worker", "trainer"] = "worker"
+    """`worker`: as recorded with the rollout, which corrects for staleness. `trainer`: recomputed before each step."""
+    importance_cap: PositiveFloat | None = None
+    """With `trainer`: weigh tokens by how much likelier they are now than when sampled, up to this much."""
+    drop_groups_without_signal: bool = True
+    """Leave out groups whose rewards are all equal: they move nothing, and would count as tokens."""
+
+
+class Recipe(Section, frozen=True):
+    """A run's settings; `manifest_from_recipe` turns it into the manifest."""
+
+    name: Name
+    """The run's name unless the operator gives another."""
+    model: ModelChoice
+    environment: EnvironmentChoice
+    rollout: RolloutSpec
+    batch: BatchSpec
+    toploc: ToplocSpec
+    sampling: SamplingSpec
+    optimiser: OptimiserSettings
+    loss: LossSettings = LossSettings()
+    quorum: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Validators that must agree on a submission."""
+    shard_bytes: Annotated[int, Meta(ge=4096, le=1 << 28)] = 1 << 24
+    keep_checkpoints: Positive = 5
+    """Newest trainer checkpoints that stay on the trainer's disk."""
+
+    @property
+    def rollouts_per_submission(self) -> int:
+        return self.rollout.group_size * self.rollout.prompts_per_submission
+
+
+def recipe_names() -> list[str]:
+    """Names of the shipped recipes."""
+    return sorted(path.stem for path in RECIPES_DIR.glob("*.toml"))
+
+
+def recipe_path(name_or_path: str) -> Path:
+    """The file of a shipped recipe's name, or the path itself. Raises ConfigError."""
+    shipped = RECIPES_DIR / f"{name_or_path}.toml"
+    if "/" not in name_or_path and shipped.is_file():
+        return shipped
+    path = Path(name_or_path)
+    if not path.is_file():
+        raise ConfigError(
+            f"there is no recipe {name_or_path!r}: neither a file nor one of {', '.join(recipe_names())}",
+            hint="give --recipe one of these names, or the path of a TOML file",
+        )
+    return path
+
+
+def load_recipe(name_or_path: str | Path) -> Recipe:
+    """Read a recipe by its name or path. Raises ConfigError."""
+    path = recipe_path(str(name_or_path))
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_RECIPE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"the recipe {path} cannot be read: {error.strerror}") from error
+    return parse_recipe(data, origin=str(path))
+
+
+def parse_recipe(data: bytes, *, origin: str = "recipe") -> Recipe:
+    """Decode and check a recipe's TOML. Raises ConfigError that begins with `origin`."""
+    if len(data) > MAX_RECIPE_BYTES:
+        raise ConfigError(f"{origin}: larger than {MAX_RECIPE_BYTES} bytes; this is not a recipe")
+    try:
+        table = tomllib.loads(data.decode("utf-8"))
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{origin}: not valid TOML: {error}") from error
+    _refuse_unknown_keys(table, Recipe, origin=origin)
+    try:
+        recipe = msgspec.convert(table, Recipe)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{origin}: {_plain(error)}") from error
+    _check_sums(recipe, origin)
+    return recipe
+
+
+def _refuse_unknown_keys(table: dict[str, Any], kind: type[Struct], *, origin: str, prefix: str = "") -> None:
+    types = get_type_hints(kind)
+    for key, value in table.items():
+        if key not in kind.__struct_fields__:
+            raise ConfigError(f"{origin}: unknown key {prefix + key!r}", hint=_nearest(key, kind, prefix))
+        inner = types[key]
+        if isinstance(value, dict) and isinstance(inner, type) and issubclass(inner, Struct):
+            _refuse_unknown_keys(value, inner, origin=origin, prefix=f"{prefix}{key}.")
+
+
+def _nearest(key: str, kind: type[Struct], prefix: str) -> str:
+    known = kind.__struct_fields__
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean {prefix + close[0]!r}?"
+    return f"known here: {', '.join(prefix + name for name in known)}"
+
+
+def _plain(error: msgspec.ValidationError) -> str:
+    return str(error).replace("Object missing", "missing").replace(" - at `$.", " at `")
+
+
+def _check_sums(recipe: Recipe, origin: str) -> None:
+    batch, share = recipe.batch.rollouts_per_step, recipe.rollouts_per_submission
+    if batch % share:
+        raise ConfigError(
+            f"{origin}: batch.rollouts_per_step = {batch} is not a multiple of the {share} rollouts of a submission "
+            "(rollout.group_size x rollout.prompts_per_submission)"
+        )
+    if recipe.optimiser.updates_per_step > batch:
+        raise ConfigError(f"{origin}: optimiser.updates_per_step is larger than batch.rollouts_per_step = {batch}")
+    if recipe.loss.importance_cap is not None and recipe.loss.old_logprobs != "trainer":
+        raise ConfigError(
+            f'{origin}: loss.importance_cap needs loss.old_logprobs = "trainer"; with "worker" the ratio itself '
+            "already corrects for staleness"
+        )
