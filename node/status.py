@@ -8,6 +8,7 @@ leaves, its last state is kept as `<data_dir>/status-final.json`.
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import threading
 from collections import deque
@@ -21,12 +22,15 @@ from node.atomic import write_atomically
 from node.clock import now_ms
 from node.version import SOFTWARE
 from protocol.constants import SIGNATURE_DOMAIN
+from protocol.errors import DataDirError
 from protocol.identity import PeerId
 
 if TYPE_CHECKING:
     import trio
 
     from p2p.bridge import AioThread
+
+log = logging.getLogger(__name__)
 
 State = Literal["starting", "waiting", "working", "evicted", "finished", "stopping"]
 Clock = Callable[[], int]
@@ -159,8 +163,15 @@ async def serve_status(
             if task_status is not None:
                 task_status.started(url)
     finally:
+        _keep_last_state(board, data_dir)
+
+
+def _keep_last_state(board: StatusBoard, data_dir: Path) -> None:
+    try:
         (data_dir / URL_FILE).unlink(missing_ok=True)
         write_atomically(data_dir / FINAL_FILE, msgspec.json.encode(board.snapshot()), sync=False)
+    except (OSError, DataDirError) as error:  # must not hide why the node ends
+        log.warning("last status not kept error=%s", error)
 
 
 def is_loopback(host: str) -> bool:

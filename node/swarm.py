@@ -26,7 +26,7 @@ from node.status import StatusBoard
 from p2p.http import HttpClient
 from protocol.constants import MAX_CLOCK_SKEW_S
 from protocol.envelope import Signed, open_envelope
-from protocol.errors import NodeError, ProtocolError, RelayError, WrongRunError
+from protocol.errors import ChecksumError, NodeError, ProtocolError, RelayError, WrongRunError
 from protocol.identity import PeerId
 from protocol.records import Head, Manifest, RelayAdvert
 from protocol.run import RunAddress
@@ -136,6 +136,10 @@ class Swarm:
             relay.failures += 1
             relay.retry_at = now + min(MAX_BACKOFF_S, 0.5 * 2.0 ** min(relay.failures, 10)) * random.uniform(0.75, 1.25)
 
+    def sources(self) -> list[tuple[PeerId, str]]:
+        """Relays as p2p.shardcast.client takes them; it has its own memory of which ones are fast and honest."""
+        return [(client.peer_id, client.url) for client in self.clients]
+
     @property
     def misdeeds(self) -> dict[PeerId, dict[str, int]]:
         """By relay and kind of error: answers that no honest relay gives."""
@@ -188,14 +192,26 @@ class Swarm:
 
     def misdeed(self, client: RelayClient, error: ProtocolError) -> None:
         """Count a lie by its kind. Every third one costs the relay ten minutes of silence."""
-        log.warning("misdeed relay=%s kind=%s error=%r", client.peer_id.short, type(error).__name__, error.message)
-        self._board.relay(client.peer_id, client.url, failures=1)
-        relay = self._relays.get(client.peer_id)
+        self._blame(client.peer_id, type(error).__name__, error.message)
+
+    def downloaded(self, peer_id: PeerId, received: int) -> None:
+        """Count bytes of a checkpoint; p2p.shardcast.client's `on_bytes`."""
+        if (relay := self._relays.get(peer_id)) is not None:
+            self.traffic(relay.client, bytes_in=received)
+
+    def bad_download(self, peer_id: PeerId, what: str) -> None:
+        """Count a bad shard or manifest; p2p.shardcast.client's `on_misdeed`."""
+        self._blame(peer_id, ChecksumError.__name__, what)
+
+    def _blame(self, peer_id: PeerId, kind: str, what: str) -> None:
+        log.warning("misdeed relay=%s kind=%s what=%r", peer_id.short, kind, what)
+        relay = self._relays.get(peer_id)
         if relay is None:
             return
-        relay.misdeeds[type(error).__name__] += 1
+        self._board.relay(peer_id, relay.client.url, failures=1)
+        relay.misdeeds[kind] += 1
         relay.retry_at = 0.0
-        self.failed(client.peer_id)
+        self.failed(peer_id)
         if relay.misdeeds.total() % MISDEEDS_TO_SHUN == 0:
             relay.shunned_until = trio.current_time() + SHUN_S
 

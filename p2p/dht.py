@@ -272,13 +272,17 @@ class RunDHT:
         """Ids of the DHT servers in the routing table."""
         return list(self._kad.routing_table.get_peer_ids())
 
+    def forget(self, peer_id: Any) -> None:
+        """Take a peer out of the routing table."""
+        self._kad.routing_table.remove_peer(peer_id)
+
     @property
     def stored_values(self) -> int:
         return self._values.size()
 
     def namespaces(self) -> list[str]:
         """Namespaces that values are accepted in."""
-        return sorted(self._kad.validator._validators)
+        return sorted(patches.namespaces(self._kad))
 
     async def join(self, through: Iterable[Any] = ()) -> int:
         """Look for the peers closest to this node, filling the routing table; return how many answered."""
@@ -393,7 +397,7 @@ class RunDHT:
         try:
             answer = await request(self.host, known.peer_id, message, addresses=known.addresses)
         except RequestError:
-            self._kad.routing_table.remove_peer(known.peer_id)
+            self.forget(known.peer_id)
             raise
         await self._note_server(known)
         return answer

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import trio
-from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
 from p2p.dht import RunDHT, relay_key, relays_key, run_key
@@ -308,12 +307,13 @@ class P2PNode:
     async def _dial_remembered(self) -> None:
         for peer in random.sample(self._book.peers, min(8, len(self._book.peers))):
             try:
-                peer_id, addresses = ID.from_string(peer.peer_id), [Multiaddr(text) for text in peer.addresses]
+                peer_id = to_libp2p(PeerId.parse(peer.peer_id))
+                addresses = [parse_announce(text) for text in peer.addresses]
                 await dial(self._host, peer_id, addresses, timeout_s=_DIAL_TIMEOUT_S / 2)
             except DialError as error:
                 log.debug("remembered_peer_failed peer=%s error=%s", peer.peer_id, error)
-            except ValueError as error:
-                log.warning("remembered_peer_malformed peer=%s error=%s", peer.peer_id, error)
+            except NodeError as error:
+                log.warning("remembered_peer_malformed peer=%r error=%s", peer.peer_id, error.message)
             else:
                 await self._running_dht().join([peer_id])
                 return

@@ -87,15 +87,26 @@ async def running(host: Any, listen: Sequence[Multiaddr]) -> AsyncIterator[None]
     """Run a host; on the way out close its connections, also when cancelled. Raises PortError."""
     for address in listen:
         probe_port(address)
-    async with host.run(list(listen)):
-        if len(host.get_network().listeners) < len(listen):
-            raise PortError(f"cannot listen on {_join(listen)}", hint="choose another --listen address")
+    async with trio.open_nursery() as nursery:
+        leave = trio.Event()
+        await nursery.start(_serve, host, listen, leave)
         try:
             yield
         finally:
-            with trio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
-                await _close_connections(host)
-                await host.close()
+            leave.set()
+
+
+async def _serve(host: Any, listen: Sequence[Multiaddr], leave: trio.Event, *, task_status: Any) -> None:
+    """Keep a host running until `leave`. Shielded: a host that is cancelled leaves its sockets open."""
+    with trio.CancelScope(shield=True) as scope:
+        async with host.run(list(listen)):
+            if len(host.get_network().listeners) < len(listen):
+                raise PortError(f"cannot listen on {_join(listen)}", hint="choose another --listen address")
+            task_status.started()
+            await leave.wait()
+            scope.deadline = trio.current_time() + CLOSE_TIMEOUT_S
+            await _close_connections(host)
+            await host.close()
 
 
 async def _close_connections(host: Any) -> None:

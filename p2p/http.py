@@ -364,6 +364,8 @@ def _internal_error(request: web.Request) -> web.Response:
 
 def listening_socket(host: str, port: int) -> socket.socket:
     """A listening socket that no other program shares. Raises PortError naming the port, the cause and the remedy."""
+    if not 0 <= port <= 65535:  # getaddrinfo would take it modulo 65536
+        raise PortError(f"there is no port {port}", hint="give a port from 1024 to 65535, or 0 for any free one")
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -376,14 +378,14 @@ def listening_socket(host: str, port: int) -> socket.socket:
         sock.bind(address)
         sock.listen(128)
         sock.setblocking(False)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         sock.close()
         raise _port_error(host, port, error) from error
     return sock
 
 
-def _port_error(host: str, port: int, error: Exception) -> PortError:
-    number = error.errno if isinstance(error, OSError) else None
+def _port_error(host: str, port: int, error: OSError) -> PortError:
+    number = error.errno
     if number == errno.EADDRINUSE:
         return PortError(
             f"port {port} on {host} is taken: another program, or another node of yours, listens there",

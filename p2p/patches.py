@@ -294,6 +294,11 @@ def forget_failed_dial(host: Any, peer_id: Any) -> None:
     host.get_network()._negative_peer_cache.evict(str(peer_id))
 
 
+def namespaces(dht: Any) -> list[str]:
+    """Namespaces that a KadDHT takes values in."""
+    return list(dht.validator._validators)
+
+
 def _count_down(counts: Counter[Any], key: Any) -> None:
     counts[key] -= 1
     if counts[key] <= 0:

@@ -87,7 +87,8 @@ def read_rollouts(
 
     `max_tokens` bounds each of a rollout's two token lists (the run's max_model_len does), `vocab_size` its token ids.
     A file of another node must be read in a process with a memory limit, which alone stops a Parquet bomb; what the
-    limit stops is a MalformedError too. Raises DataDirError if the file itself cannot be read.
+    limit stops is a MalformedError too. Raises DataDirError if the file itself cannot be read, and lets a MemoryError
+    through once the content has passed: then the limit is too small for the run's bounds, which is nobody's lie.
     """
     import pyarrow as pa
 
@@ -95,7 +96,6 @@ def read_rollouts(
         with path.open("rb") as file:
             table = _read_table(file, max_rollouts)
             _check_table(table, max_rollouts=max_rollouts, max_tokens=max_tokens, vocab_size=vocab_size)
-            return _rows(table)
     except MemoryError as error:
         raise MalformedError(
             f"the rollout file asks for more memory than its reader may use: {_short(error)}"
@@ -106,6 +106,7 @@ def read_rollouts(
         raise DataDirError(f"cannot read {path}: {error.strerror}", hint=f"look at it with `ls -l {path}`") from error
     except (pa.ArrowException, ValueError, KeyError, TypeError, OverflowError) as error:
         raise MalformedError(f"not a readable rollout file: {_short(error)}") from error
+    return _rows(table)
 
 
 def _short(value: object) -> str:

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 SETUP_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 5.0
 TERM_AFTER_S = 3.0
+KILLED_WITHIN_S = 2.0
 COMPUTE_NODE_MB = 350
 RELAY_MB = 90
 _HOST = "127.0.0.1"
@@ -294,6 +295,7 @@ class Fleet:
         for key in self._left_over():
             log.warning("left-over process had to be killed pid=%d", key.pid)
             send(key.pid, signal.SIGKILL)
+        _wait_until(lambda: not self._left_over(), time.monotonic() + KILLED_WITHIN_S)
         for member in self.members.values():
             if member.process is not None:
                 member.process.wait()

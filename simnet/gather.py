@@ -155,6 +155,8 @@ class Recording(Struct):
     seed: int
     started_ms: int
     nodes: list[NodeRecord]
+    over_ms: int | None = None
+    """When the outcome was known; nodes may last a little longer."""
     ended_ms: int | None = None
     outcome: Outcome = "running"
     problem: str = ""

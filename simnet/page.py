@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_VERDICTS = 500
 MAX_REASONS = 20
+SHORT_REASON_CHARS = 24
 MIN_SMOOTHED_STEPS = 20
 MIN_MINUTES_AXIS_S = 180
 _TEMPLATE = Path(__file__).parent / "report.html"
@@ -338,7 +339,8 @@ def _smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]
 
 def _reasons(rejected: dict[str, int]) -> str:
     most = sorted(rejected.items(), key=lambda item: -item[1])[:MAX_REASONS]
-    lines = (f'<div class="why">{count} × {escape(reason)}</div>' for reason, count in most)
+    texts = (f"{count} × {escape(reason)}" for reason, count in most)
+    lines = (f'<div class="{"why" if len(text) > SHORT_REASON_CHARS else ""}">{text}</div>' for text in texts)
     return "".join(lines) or "–"
 
 

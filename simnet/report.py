@@ -53,6 +53,7 @@ class Report(Struct):
     passed: bool
     started_ms: int
     wall_s: float
+    """From the first node's start until the outcome was known."""
     steps: int
     total_steps: int | None
     reward: list[float | None]
@@ -96,7 +97,7 @@ def build_report(recording: Recording) -> Report:
         problem=recording.problem,
         passed=False,
         started_ms=recording.started_ms,
-        wall_s=round(((recording.ended_ms or recording.started_ms) - recording.started_ms) / 1000, 1),
+        wall_s=_wall_s(recording),
         steps=len(reward),
         total_steps=trainer.total_steps,
         reward=reward,
@@ -129,6 +130,11 @@ def write_report(recording: Recording, out_dir: Path) -> tuple[Report, Path]:
     path = out_dir / "report.json"
     path.write_bytes(as_json(report) + b"\n")
     return report, path
+
+
+def _wall_s(recording: Recording) -> float:
+    over_ms = recording.over_ms or recording.ended_ms or recording.started_ms
+    return round((over_ms - recording.started_ms) / 1000, 1)
 
 
 def _tenths(reward: Sequence[float | None]) -> tuple[float | None, float | None]:

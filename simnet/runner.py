@@ -90,6 +90,7 @@ class Simulation:
             try:
                 self._start(gatherer, view)
                 recording.outcome = self._watch(gatherer, view)
+                recording.over_ms = now_ms()
                 if recording.outcome == "finished":
                     self._see_off(gatherer, view)
             except KeyboardInterrupt:

@@ -84,15 +84,23 @@ class TrainStep:
         rate = set_learning_rate(self.optimiser, self.recipe.optimiser, step)
         # Old log-probabilities are those of the policy before the step, so every minibatch is laid out before any
         # update is made.
-        minibatches = [self._lay_out(samples) for samples in self._minibatches(step, batch.samples)]
+        minibatches = [self._lay_out(samples) for samples in self._minibatches(step, self._useful(batch))]
         tally = _Tally()
         for minibatch in minibatches:
             self._update(minibatch, tally)
         return {**tally.metrics(), **_batch_metrics(batch), "learning_rate": rate}
 
+    @property
+    def _advantages_only(self) -> bool:
+        return not self.recipe.loss.kl_coefficient and not self.recipe.loss.entropy_coefficient
+
+    def _useful(self, batch: TrainingBatch) -> list[Sample]:
+        # Without any signal the gradient is zero, and an update would follow old momentum alone.
+        silent = not any(sample.advantage for sample in batch.samples)
+        return [] if silent and self._advantages_only else batch.samples
+
     def _assemble(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> TrainingBatch:
         loss = self.recipe.loss
-        constant = not loss.kl_coefficient and not loss.entropy_coefficient
         return assemble_batch(
             rollouts,
             step=step,
@@ -100,7 +108,7 @@ class TrainStep:
             max_staleness=self.recipe.batch.max_staleness,
             vocab_size=self.policy.vocab_size,
             normalise=loss.advantage == "normalised",
-            drop_without_signal=loss.drop_groups_without_signal and constant,
+            drop_without_signal=loss.drop_groups_without_signal and self._advantages_only,
         )
 
     def _minibatches(self, step: int, samples: list[Sample]) -> list[list[Sample]]:

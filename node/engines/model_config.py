@@ -7,7 +7,7 @@ architecture, a rope scaling or an activation that it does not have, sliding win
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -63,7 +63,7 @@ class _ConfigFile(Struct, frozen=True, kw_only=True):
     rope_theta: _Factor | None = None
     rope_parameters: RopeConfig | None = None
     rope_scaling: _OldScaling | None = None
-    quantization_config: msgspec.Raw | None = None
+    quantization_config: dict[str, Any] | None = None
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
@@ -146,7 +146,7 @@ def _refuse_unsupported(path: Path, raw: _ConfigFile) -> None:
         reason = f"activation {raw.hidden_act[:40]!r}; the built-in engine has silu"
     elif raw.use_sliding_window:
         reason = "sliding-window attention, which the built-in engine does not have"
-    elif raw.quantization_config is not None and bytes(raw.quantization_config) != b"null":
+    elif raw.quantization_config is not None:
         reason = "quantised weights; the built-in engine reads float32, bfloat16 and float16"
     elif raw.rope_parameters is not None and raw.rope_parameters.partial_rotary_factor != 1.0:
         reason = "partial rotary embeddings, which the built-in engine does not have"

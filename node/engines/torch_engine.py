@@ -50,7 +50,7 @@ class TorchEngine:
         if max_batch < 1:
             raise ModelError(f"a batch of {max_batch} sequences is not possible")
         self._dtype = dtype
-        self._device = torch.device(device)
+        self._device = _open_device(device)
         self._max_batch = max_batch
         self._decoder: Decoder | None = None
 
@@ -130,6 +130,10 @@ class TorchEngine:
 
 class _Batch:
     """Requests that are decoded together: left-padded, prompts that occur more than once computed once."""
+
+    _cache: KVCache
+    _padding: Tensor
+    """Columns in front of each row's prompt."""
 
     def __init__(self, decoder: Decoder, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
         self._decoder = decoder
@@ -300,11 +304,21 @@ def _report(progress: TokenProgress | None, done: int, tokens: int) -> None:
         progress(done + tokens)
 
 
+def _open_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error).splitlines() or [""])[0][:200]
+        raise ModelError(f"torch cannot use the device {name[:40]!r}: {reason}", hint="use cpu, or cuda") from error
+    return device
+
+
 def engine_from_environment() -> TorchEngine:
-    """The engine that a compute process is told to run: INTELLECT_THREADS, _DTYPE, _DEVICE and _MAX_BATCH."""
-    torch.set_num_threads(int(os.environ.get("INTELLECT_THREADS", "1")))
+    """The engine that a compute process is told to run: INTELLECT_THREADS (0: torch's choice), _DTYPE and _DEVICE."""
+    threads = int(os.environ.get("INTELLECT_THREADS", "1"))
+    if threads:
+        torch.set_num_threads(threads)
     return TorchEngine(
-        dtype=os.environ.get("INTELLECT_DTYPE", "float32"),
-        device=os.environ.get("INTELLECT_DEVICE", "cpu"),
-        max_batch=int(os.environ.get("INTELLECT_MAX_BATCH", "64")),
+        dtype=os.environ.get("INTELLECT_DTYPE", "float32"), device=os.environ.get("INTELLECT_DEVICE", "cpu")
     )

@@ -38,12 +38,12 @@ class RolloutWorker:
         self._tokenizer: Tokenizer | None = None
 
     def load(self, checkpoint_dir: str, checkpoint_id: bytes) -> dict[str, Any]:
-        """Hold the policy of a checkpoint. Raises ModelError."""
+        """Hold the policy of a checkpoint instead of the last one, which stays where this raises ModelError."""
         started = time.monotonic()
         directory = self.policy_dir(Path(checkpoint_dir))
-        self._checkpoint, self._tokenizer = b"", Tokenizer(directory)
+        tokenizer = Tokenizer(directory)
         self.engine.load(directory)
-        self._checkpoint = checkpoint_id
+        self._checkpoint, self._tokenizer = checkpoint_id, tokenizer
         seconds = time.monotonic() - started
         _log.info("policy loaded checkpoint=%s seconds=%.2f", checkpoint_id.hex()[:12], seconds)
         return {"engine": self._engine_name(), "dtype": self.engine.info.dtype, "seconds": seconds}
@@ -128,7 +128,7 @@ class RolloutWorker:
         return 0.0 if value is None else value
 
     def _tokenizer_of(self, checkpoint: bytes) -> Tokenizer:
-        if self._tokenizer is None or not self._checkpoint or self._checkpoint != checkpoint:
+        if self._tokenizer is None or self._checkpoint != checkpoint:
             held = self._checkpoint.hex()[:12] or "none"
             raise ModelError(f"the policy {checkpoint.hex()[:12]} is not loaded; held is {held}")
         return self._tokenizer

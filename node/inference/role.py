@@ -26,7 +26,7 @@ from node.version import SOFTWARE
 from protocol.envelope import Signed, open_envelope, seal
 from protocol.errors import ComputeError, NodeError, ProtocolError, RefusedError, RelayError
 from protocol.identity import Identity, PeerId
-from protocol.records import Head, Submission
+from protocol.records import Head, Submission, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class InferenceRole:
     def __init__(self, parts: InferenceParts) -> None:
         self._p = parts
         self._manifest = parts.swarm.manifest
-        self._loaded: bytes | None = None
+        self._loaded: tuple[bytes, int] | None = None
         self._changed = trio.Event()
         self._sent_at: dict[bytes, float] = {}
         self._tokens = 0
@@ -107,7 +107,7 @@ class InferenceRole:
         if self._p.outbox.count("ready") >= MAX_UNSENT:
             return f"a relay to take {MAX_UNSENT} finished submissions"
         if not head.collecting:
-            return f"checkpoint {head.checkpoint_step + 1}: the batch of step {head.step} is whole"
+            return f"step {head.step + 1}: enough rollouts for step {head.step} are on their way"
         if self._p.outbox.next_index(head.step) >= self._manifest.record.rollout.max_submissions_per_step:
             return f"step {head.step + 1}: this node's share of step {head.step} is done"
         if self._p.policies.newest(head.oldest_checkpoint_step) is None:
@@ -247,8 +247,9 @@ class InferenceRole:
     async def _verdict_loop(self) -> None:
         while True:
             client, item = await self._p.feeds.next()
-            if item.verdict is not None and self._p.outbox.judged(item.verdict):
-                record = item.verdict.record
+            verdict = item.signed
+            if isinstance(verdict.record, Verdict) and self._p.outbox.judged(verdict):
+                record = verdict.record
                 self._sent_at.pop(record.submission, None)
                 log.info("verdict step=%d outcome=%s reason=%r", record.step, record.outcome, record.reason)
                 self._p.outbox.discard_files(record.step - FILES_KEPT_STEPS)

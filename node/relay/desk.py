@@ -129,13 +129,19 @@ class RelayDesk:
         return head.record.sequence
 
     def extend_ledger(self, entries: list[bytes], head: Signed[Head]) -> None:
-        """Take in the entries that lead from the mirror's end to a head's tip. Raises ProtocolError otherwise."""
-        with self._lock:
-            if self.ledger is None:
-                raise RefusedError("the run's manifest is not known yet", code="no-manifest")
+        """Take in the entries that lead from the mirror's end to a head's tip. Raises ProtocolError otherwise.
+
+        Takes no lock, for it may last: only the mirror calls it, and readers see whole entries.
+        """
+        self._require_manifest()
+        if self.ledger is not None:
             self.ledger.extend(entries, length=head.record.ledger_length, tip=head.record.ledger_tip)
             self.evicted = frozenset(self.ledger.state.evicted)
         self._changed()
+
+    def ledger_entries(self, start: int, limit: int) -> list[bytes]:
+        """Up to `limit` entries of the mirror from number `start` on."""
+        return [] if self.ledger is None else self.ledger.entries(start, limit)
 
     # What contributors and validators hand in.
 

@@ -15,7 +15,7 @@ import trio
 from node.relay.desk import RelayDesk
 from p2p.http import HttpClient
 from protocol.envelope import Signed
-from protocol.errors import MalformedError, NodeError, ProtocolError, RelayError
+from protocol.errors import MalformedError, NodeError, RelayError
 from protocol.records import Head, OriginNotice
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class LedgerMirror:
         try:
             entries = await self._pull(notice, start, head)
             await trio.to_thread.run_sync(self._desk.extend_ledger, entries, head)
-        except (RelayError, ProtocolError) as error:
+        except NodeError as error:  # a relay goes on serving whatever its copy of the ledger meets
             log.warning("ledger length=%d wanted=%d error=%r", start, head.record.ledger_length, error.message)
             return False
         log.debug("ledger length=%d", head.record.ledger_length)

@@ -1,8 +1,8 @@
 """The relay's HTTP interface: routes under /v1, each a thin skin over the desk and the store.
 
 Asyncio code on p2p.bridge's thread. Whatever touches the disk goes to a worker thread; long polls sleep on one bell.
-Bounded everywhere: bodies, uploads at once, waiting polls, waiting times, sizes of answers. Checkpoint routes belong to
-p2p.shardcast and are served beside these.
+Bounded everywhere: bodies, uploads at once, waiting polls, waiting times, sizes of answers. Checkpoint and ledger
+routes belong to p2p.shardcast.origin; the former are served beside these.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from node.relay.store import RelayStore
 from node.version import SOFTWARE
 from p2p.bridge import AioThread
 from p2p.http import FileRange, body_chunks, msgpack_response, read_body, send_ranges
+from p2p.shardcast.origin import ledger_routes
 from protocol.constants import PROTOCOL_VERSION
 from protocol.envelope import Signed, open_envelope
 from protocol.errors import MalformedError, RefusedError
@@ -36,8 +37,6 @@ RECORD_HEADER: Final = "X-Intellect-Record"
 MAX_WAIT_S: Final = 30.0
 MAX_POLLS: Final = 768
 MAX_UPLOADS: Final = 64
-MAX_LEDGER_ENTRIES: Final = 500
-MAX_LEDGER_BYTES: Final = 4 << 20
 UPLOAD_GRACE_S: Final = 60.0
 MIN_UPLOAD_BYTES_PER_S: Final = 16 << 10
 """Slower uploads are cut off: a slot must not be held for nothing."""
@@ -74,12 +73,12 @@ class RelayService:
             web.get("/v1/manifest", self._manifest),
             web.get("/v1/head", self._head),
             web.get("/v1/feed", self._feed),
-            web.get("/v1/ledger", self._ledger),
             web.get("/v1/submissions/{id}/file", self._file),
             web.post("/v1/origin", self._post_origin),
             web.post("/v1/head", self._post_head),
             web.post("/v1/submissions", self._post_submission),
             web.post("/v1/verdicts", self._post_verdict),
+            *ledger_routes(self._desk.ledger_entries),
         ]
 
     @web.middleware
@@ -118,23 +117,6 @@ class RelayService:
 
         data = await self._poll(request, newer)
         return web.Response(status=204) if data is None else msgpack_response(data)
-
-    async def _ledger(self, request: web.Request) -> web.Response:
-        start = _number(request, "from", default=0, most=2**53)
-        limit = _number(request, "limit", default=MAX_LEDGER_ENTRIES, most=MAX_LEDGER_ENTRIES)
-        return msgpack_response(await asyncio.to_thread(self._ledger_entries, start, limit))
-
-    def _ledger_entries(self, start: int, limit: int) -> list[bytes]:
-        ledger = self._desk.ledger
-        entries: list[bytes] = []
-        total = 0
-        while ledger is not None and len(entries) < limit and total < MAX_LEDGER_BYTES:
-            found = ledger.entries(start + len(entries), 1)
-            if not found:
-                break
-            entries += found
-            total += len(found[0])
-        return entries
 
     async def _post_origin(self, request: web.Request) -> web.Response:
         body = await read_body(request)
@@ -192,7 +174,14 @@ class RelayService:
         kinds = _kinds(request)
         about = _digest(request.query["about"], "key") if "about" in request.query else None
 
+        looked_at = after
+
         async def news() -> list[tuple[int, str, bytes, bytes]] | None:
+            nonlocal looked_at
+            last = self._store.last_seq
+            if last <= looked_at:  # the bell rang for something else; a look at the disk a poll would add up
+                return None
+            looked_at = last
             rows = await asyncio.to_thread(self._store.feed, after, kinds=kinds, about=about, limit=limit)
             return [(row.seq, row.kind, row.envelope, row.receipt) for row in rows] or None
 

@@ -92,7 +92,7 @@ class RelayStore:
             self._db = sqlite3.connect(directory / "relay.sqlite", isolation_level=None, check_same_thread=False)
             self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;" + _SCHEMA)
             self._sweep()
-            self._submissions, self._verdicts, self._file_bytes = self._count()
+            self._submissions, self._verdicts, self._file_bytes, self.last_seq = self._count()
 
     def close(self) -> None:
         with self._lock:
@@ -176,7 +176,7 @@ class RelayStore:
         )
         try:
             with self._lock, self._errors():
-                self._db.execute(query, values)
+                self.last_seq = self._db.execute(query, values).lastrowid or self.last_seq
                 self._verdicts += 1
         except sqlite3.IntegrityError as error:
             if self._one("SELECT 1 FROM feed WHERE id = ?", verdict.id):
@@ -221,11 +221,12 @@ class RelayStore:
             if row is not None:
                 return bytes(row[0])
             receipt = make_receipt()
-            self._db.execute(
+            inserted = self._db.execute(
                 "INSERT INTO feed (kind, id, author, about, step, idx, subject, file_bytes, envelope, receipt)"
                 " VALUES ('submission', ?, ?, ?, ?, ?, x'', ?, ?, ?)",
                 (submission.id, author, author, record.step, record.index, record.size, submission.data, receipt),
             )
+            self.last_seq = inserted.lastrowid or self.last_seq
             self._submissions += 1
             self._file_bytes += record.size
         return receipt
@@ -254,10 +255,10 @@ class RelayStore:
             log.warning("relay store file=%s lost: its record stays", lost[:12])
             self._db.execute("UPDATE feed SET file_bytes = 0 WHERE id = ?", (bytes.fromhex(lost),))
 
-    def _count(self) -> tuple[int, int, int]:
-        query = "SELECT SUM(kind = 'submission'), SUM(kind = 'verdict'), SUM(file_bytes) FROM feed"
-        submissions, verdicts, file_bytes = self._db.execute(query).fetchone()
-        return submissions or 0, verdicts or 0, file_bytes or 0
+    def _count(self) -> tuple[int, int, int, int]:
+        query = "SELECT SUM(kind = 'submission'), SUM(kind = 'verdict'), SUM(file_bytes), MAX(seq) FROM feed"
+        submissions, verdicts, file_bytes, last_seq = self._db.execute(query).fetchone()
+        return submissions or 0, verdicts or 0, file_bytes or 0, last_seq or 0
 
     def _one(self, query: str, *values: object) -> tuple[bytes, ...] | None:
         with self._lock, self._errors():

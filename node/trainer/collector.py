@@ -7,6 +7,7 @@ ledger calls accepted can be trained on after any crash. Submissions of one cont
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,12 +26,15 @@ from protocol.records import Eviction, Submission, Verdict
 log = logging.getLogger(__name__)
 
 RETRY_S = 3.0
+PENDING_S = 60.0
+"""A submission that nobody judged for this long is no longer counted on."""
 
 
 @dataclass
 class _Case:
     """A submission on its way into the ledger."""
 
+    seen_at: float = field(default_factory=time.monotonic)
     submission: Signed[Submission] | None = None
     relays: dict[PeerId, RelayClient] = field(default_factory=dict)
     verdicts: dict[PeerId, Signed[Verdict]] = field(default_factory=dict)
@@ -62,20 +66,32 @@ class Collector:
     def file(self, submission: bytes) -> Path:
         return self._rollout_dir / f"{submission.hex()}.parquet"
 
+    def pending(self, step: int) -> int:
+        """Submissions that a batch for `step` could hold once they are judged; not those that nobody judges."""
+        oldest = step - self._ledger.state.manifest.batch.max_staleness
+        recent = time.monotonic() - PENDING_S
+        evicted = self._ledger.state.evicted
+        waiting = [case.submission for case in self._cases.values() if not case.verdicts and case.seen_at > recent]
+        return sum(
+            one is not None and one.record.checkpoint_step >= oldest and one.author not in evicted for one in waiting
+        )
+
     async def wait_changed(self) -> None:
-        """Until the ledger has an entry that it did not have when this was called."""
+        """Until a submission or an entry is there that was not when this was called."""
         await self._changed.wait()
 
     async def _take(self, client: RelayClient, item: FeedItem) -> None:
-        key = item.submission.id if item.submission else item.verdict.record.submission if item.verdict else b""
+        signed = item.signed
+        key = signed.record.submission if isinstance(signed.record, Verdict) else signed.id
         if self._settled(key):
             return
         case = self._cases.setdefault(key, _Case())
-        if item.verdict is not None:
-            case.verdicts.setdefault(item.verdict.author, item.verdict)
-        if item.submission is not None:
-            case.submission = item.submission
+        if isinstance(signed.record, Verdict):
+            case.verdicts.setdefault(signed.author, signed)
+        else:
+            case.submission = signed
             case.relays[client.peer_id] = client
+            self._notify()
         await self._settle(key, case)
 
     def _settled(self, key: bytes) -> bool:
@@ -143,6 +159,9 @@ class Collector:
         for verdict in fresh:
             self.on_verdict(verdict)
             self._evict_if_due(verdict)
+        self._notify()
+
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = trio.Event()
 

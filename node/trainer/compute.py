@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,6 +110,7 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
     torch.set_num_threads(arguments.threads)
+    _repeat_exactly(arguments.device)
     compute = TrainerCompute(
         load_recipe(arguments.recipe),
         state_dir=arguments.state_dir,
@@ -116,6 +118,13 @@ def main() -> None:
         device=arguments.device,
     )
     serve({"open": compute.open, "train": compute.train})
+
+
+def _repeat_exactly(device: str) -> None:
+    """Choose kernels whose sums have a fixed order; on a CPU with a fixed number of threads they all have."""
+    if device != "cpu":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,8 @@ POST_TIMEOUT_S = 10.0
 TRAIN_TIMEOUT_S = 24 * 3600.0
 READ_TIMEOUT_S = 120.0
 LAST_HEAD_BEATS = 3
+SURPLUS = 1.25
+"""Collecting pauses when so many times the batch is on its way, so that nobody works for nothing."""
 
 
 class TrainResult(msgspec.Struct):
@@ -64,7 +66,7 @@ class TrainerParts:
     compute: ComputeProcess
     reader: RolloutReader
     board: StatusBoard
-    origin_url: Callable[[], str]
+    origin_url: str
     origin_token: Callable[[PeerId], str]
 
 
@@ -152,6 +154,7 @@ class TrainerRole:
             self._scores.gathered(step, min(len(usable), wanted), wanted)
             if len(usable) >= wanted:
                 return usable[:wanted]
+            self._set_collecting(len(usable) + self._p.collector.pending(step) < SURPLUS * wanted)
             await self._p.collector.wait_changed()
 
     def _commit(self, step: int, submissions: list[bytes]) -> None:
@@ -216,13 +219,14 @@ class TrainerRole:
 
     async def _publish(self, result: TrainResult) -> None:
         """Make a policy available to relays; a second time changes nothing."""
-        manifest = self._p.store.manifest_of_step(result.step)
-        if manifest is None:
-            manifest = await self._p.store.publish(
-                Path(result.policy_dir), step=result.step, run_id=self._run_id, identity=self._p.identity
-            )
-        self._checkpoint = manifest
-        self._p.board.update(checkpoint_step=manifest.record.step)
+        self._checkpoint = await self._p.store.publish(
+            Path(result.policy_dir),
+            identity=self._p.identity,
+            run_id=self._run_id,
+            step=result.step,
+            shard_bytes=self._manifest.shard_bytes,
+        )
+        self._p.board.update(checkpoint_step=result.step)
         self._published.set()
         self._published = trio.Event()
         self._touch_head()
@@ -286,7 +290,7 @@ class TrainerRole:
             run_id=self._run_id,
             relay=relay.public_key,
             issued_at_ms=now_ms(),
-            http_url=self._p.origin_url(),
+            http_url=self._p.origin_url,
             token=self._p.origin_token(relay),
         )
         return seal(notice, self._p.identity)

@@ -106,9 +106,9 @@ class ValidatorRole:
             if idle.cancelled_caught:
                 await self._reopen()
                 continue
-            if item.submission is not None and not self._p.docket.judged(item.submission.id):
-                self._p.docket.open(item.submission, client.peer_id)
-                await self._consider(client, item.submission)
+            if isinstance(item.signed.record, Submission) and not self._p.docket.judged(item.signed.id):
+                self._p.docket.open(item.signed, client.peer_id)
+                await self._consider(client, item.signed)
             self._p.feeds.done(client, item)
 
     async def _reopen(self) -> None:

@@ -31,13 +31,8 @@ class PartialCheckpoint:
         self.manifest = manifest
         self._lock = threading.Lock()
         self._served = bytearray(len(manifest.record.shards))
-        self._bitmap = os.open(directory / BITMAP, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            intact = self._allocate()
-            self._durable = self._load_bitmap(intact)
-        except BaseException:
-            os.close(self._bitmap)
-            raise
+        intact = self._allocate()
+        self._durable = self._load_bitmap(intact)
 
     def _allocate(self) -> bool:
         """Give every file its size; whether all had it already."""
@@ -53,22 +48,24 @@ class PartialCheckpoint:
         return intact
 
     def _load_bitmap(self, intact: bool) -> bytearray:
+        path = self.directory / BITMAP
+        stored = path.read_bytes() if path.exists() else b""
         size = (len(self._served) + 7) // 8
-        stored = os.pread(self._bitmap, size + 1, 0)
         if len(stored) != size or not intact:
-            os.ftruncate(self._bitmap, 0)
-            os.ftruncate(self._bitmap, size)
             stored = bytes(size)
+            path.write_bytes(stored)
+            sync_file(path)
         for index in range(len(self._served)):
             self._served[index] = stored[index // 8] >> (index % 8) & 1
         return bytearray(stored)
 
-    def close(self) -> None:
-        """Let go of the bitmap; what is on disk stays."""
-        with self._lock:
-            if self._bitmap >= 0:
-                os.close(self._bitmap)
-                self._bitmap = -1
+    def _write_bitmap(self) -> None:
+        fd = os.open(self.directory / BITMAP, os.O_WRONLY)
+        try:
+            _pwrite_all(fd, memoryview(self._durable), 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
     def has(self, index: int) -> bool:
         """Whether a shard is verified and may be served. Does not block."""
@@ -126,16 +123,14 @@ class PartialCheckpoint:
         with self._lock:
             self._served[index] = 1
             self._durable[index // 8] |= 1 << (index % 8)
-            os.pwrite(self._bitmap, self._durable[index // 8 : index // 8 + 1], index // 8)
-            os.fsync(self._bitmap)
+            self._write_bitmap()
 
     def _forget(self, shards: Iterable[int]) -> None:
         with self._lock:
             for index in shards:
                 self._served[index] = 0
                 self._durable[index // 8] &= ~(1 << (index % 8)) & 0xFF
-            os.pwrite(self._bitmap, self._durable, 0)
-            os.fsync(self._bitmap)
+            self._write_bitmap()
 
 
 class ShardSink:

@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,13 +20,14 @@ from pathlib import Path
 from typing import Final
 
 import trio
+from msgspec.structs import replace
 
 from p2p.http import FileRange
 from p2p.shardcast.partial import BITMAP, PartialCheckpoint, read_extent, sync_file
 from protocol.checkpoint import Extent, check_names, extents, shard_count, shard_range
 from protocol.constants import MAX_SHARDS
 from protocol.envelope import Signed, open_envelope, seal
-from protocol.errors import DataDirError, ModelError, ProtocolError, RefusedError
+from protocol.errors import DataDirError, MalformedError, ModelError, ProtocolError, RefusedError
 from protocol.identity import Identity
 from protocol.records import CheckpointFile, CheckpointManifest
 
@@ -130,7 +132,7 @@ class CheckpointStore:
     # --------------------------------------------------------------------------------------------------- publishing
 
     async def publish(
-        self, source: Path, identity: Identity, *, run_id: bytes, step: int, shard_bytes: int, issued_at_ms: int
+        self, source: Path, *, identity: Identity, run_id: bytes, step: int, shard_bytes: int
     ) -> Signed[CheckpointManifest]:
         """Take in a policy's directory and sign its manifest; the files are hard-linked where the file system allows.
 
@@ -138,13 +140,11 @@ class CheckpointStore:
         the same step again gives the manifest that is already here. Raises ModelError.
         """
         return await trio.to_thread.run_sync(
-            lambda: self._publish(
-                source, identity, run_id=run_id, step=step, shard_bytes=shard_bytes, issued_at_ms=issued_at_ms
-            )
+            lambda: self._publish(source, identity=identity, run_id=run_id, step=step, shard_bytes=shard_bytes)
         )
 
     def _publish(
-        self, source: Path, identity: Identity, *, run_id: bytes, step: int, shard_bytes: int, issued_at_ms: int
+        self, source: Path, *, identity: Identity, run_id: bytes, step: int, shard_bytes: int
     ) -> Signed[CheckpointManifest]:
         staging = self._directory / f".incoming-{step:06d}"
         shutil.rmtree(staging, ignore_errors=True)
@@ -157,7 +157,7 @@ class CheckpointStore:
             record = CheckpointManifest(
                 run_id=run_id,
                 step=step,
-                issued_at_ms=issued_at_ms,
+                issued_at_ms=time.time_ns() // 1_000_000,
                 shard_bytes=shard_bytes,
                 files=files,
                 shards=shards,
@@ -171,14 +171,7 @@ class CheckpointStore:
         with self._lock:
             for entry in self._entries.values():
                 old = entry.manifest.record
-                same = (old.run_id, old.step, old.shard_bytes, old.files, old.shards)
-                if entry.partial is None and same == (
-                    record.run_id,
-                    record.step,
-                    record.shard_bytes,
-                    record.files,
-                    record.shards,
-                ):
+                if entry.partial is None and replace(old, issued_at_ms=0) == replace(record, issued_at_ms=0):
                     return entry.manifest
         return None
 
@@ -240,14 +233,14 @@ class CheckpointStore:
             entry = self._entries.get(checkpoint)
             if entry is None:
                 raise ModelError(f"no download of checkpoint {checkpoint.hex()[:12]} was begun")
-            partial = entry.partial
+            download = entry.partial
             entry.readers += 1
         with self._releasing(entry):
-            if partial is None:
+            if download is None:
                 return entry.directory
-            if partial.missing():
-                raise ModelError(f"checkpoint {checkpoint.hex()[:12]} lacks {len(partial.missing())} shards")
-            partial.verify()
+            if download.missing():
+                raise ModelError(f"checkpoint {checkpoint.hex()[:12]} lacks {len(download.missing())} shards")
+            download.verify()
             return self._settle(entry.directory, entry.manifest)
 
     def discard(self, checkpoint: bytes) -> None:
@@ -282,8 +275,6 @@ class CheckpointStore:
     def _bury(self, checkpoint: bytes) -> Path:
         """Take a checkpoint out in one step, so that a kill leaves no half of it under a good name."""
         entry = self._entries.pop(checkpoint)
-        if entry.partial is not None:
-            entry.partial.close()
         grave = self._directory / f".removed-{checkpoint.hex()}"
         entry.directory.rename(grave)
         log.info("removed step=%d id=%s", entry.step, checkpoint.hex()[:12])
@@ -300,8 +291,6 @@ class CheckpointStore:
             directory.rename(target)
             sync_file(self._directory)
             entry = self._entries.setdefault(manifest.id, _Entry(manifest, target, None))
-            if entry.partial is not None:
-                entry.partial.close()
             entry.directory, entry.partial = target, None
         self.prune(spare=manifest.id)
         return target
@@ -315,14 +304,14 @@ class CheckpointStore:
         try:
             manifest = open_envelope((path / MANIFEST).read_bytes(), CheckpointManifest)
             check_names([file.name for file in manifest.record.files])
-            partial = PartialCheckpoint(path, manifest) if path.name.startswith("partial-") else None
-            if partial is None:
+            download = PartialCheckpoint(path, manifest) if path.name.startswith("partial-") else None
+            if download is None:
                 _require_sizes(path, manifest.record)
         except (OSError, ProtocolError, ModelError) as error:
             log.warning("checkpoint=%s usable=no error=%r action=removed", path.name, str(error)[:300])
             shutil.rmtree(path, ignore_errors=True)
             return
-        self._entries[manifest.id] = _Entry(manifest, path, partial)
+        self._entries[manifest.id] = _Entry(manifest, path, download)
 
 
 def _require_sizes(directory: Path, record: CheckpointManifest) -> None:
@@ -337,7 +326,10 @@ def _file_names(source: Path) -> list[str]:
     names = sorted(path.name for path in source.iterdir() if path.is_file() and not path.name.startswith("."))
     if not any((source / name).stat().st_size for name in names):
         raise ModelError(f"{source} holds no policy: no file with anything in it")
-    check_names(names)
+    try:
+        check_names(names)
+    except MalformedError as error:
+        raise ModelError(f"{source} cannot be published: {error.message}", hint="rename or remove that file") from error
     return names
 
 

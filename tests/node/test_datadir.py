@@ -52,7 +52,7 @@ def test_a_file_in_the_way_is_named(tmp_path):
 
 
 def test_an_unwritable_directory_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anything, so permissions cannot show it
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as permissions do, except to root
     with pytest.raises(DataDirError, match="cannot be written by this user"), DataDir(tmp_path):
         pass
 

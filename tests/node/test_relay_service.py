@@ -30,7 +30,7 @@ from node.relay_client import RelayClient
 from p2p.bridge import AioThread
 from p2p.http import HttpClient
 from protocol.envelope import Signed, seal
-from protocol.errors import DataDirError, ProtocolError, RefusedError, RelayError
+from protocol.errors import DataDirError, ProtocolError, RefusedError
 from protocol.identity import Identity
 from protocol.ledger import next_tip, open_entry
 from protocol.records import Submission
@@ -158,9 +158,9 @@ async def test_too_large_is_refused_before_the_body(
     with big.open("wb") as file:
         file.truncate(64 << 20)
     headers = {RECORD_HEADER: base64.b64encode(submission_of(alice, CONTENT).data).decode()}
-    with trio.fail_after(10), pytest.raises(RelayError) as caught:
+    with trio.fail_after(10), pytest.raises(RefusedError) as caught:
         await border[1].post_file(f"{relay.url}/v1/submissions", big, headers=headers)
-    assert not isinstance(caught.value, RefusedError) or caught.value.code == "too-large"
+    assert caught.value.code == "too-large"
     assert relay.store.stats().file_bytes == 0
 
 

@@ -123,6 +123,19 @@ async def test_the_page_answers_this_computer_alone(board, tmp_path):
     assert json.loads((tmp_path / FINAL_FILE).read_bytes())["state"] == "finished"
 
 
+async def test_a_disk_that_refuses_the_last_state_does_not_hide_the_end(board, tmp_path, caplog):
+    (tmp_path / FINAL_FILE).mkdir()
+    with trio.fail_after(30):
+        async with AioThread() as aio, trio.open_nursery() as nursery:
+
+            async def serve(task_status):
+                await serve_status(board, aio, data_dir=tmp_path, task_status=task_status)
+
+            await nursery.start(serve)
+            nursery.cancel_scope.cancel()
+    assert "last status not kept" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("host", "ok"),
     [

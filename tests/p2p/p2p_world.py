@@ -94,7 +94,7 @@ def port_of(host: Any) -> int:
 
 async def until(condition: Any) -> None:
     """Wait for what another task brings about; the caller's deadline bounds it."""
-    while not condition():
+    while not condition():  # noqa: ASYNC110 (the state is libp2p's)
         await trio.sleep(0.01)
 
 

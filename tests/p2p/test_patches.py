@@ -1,5 +1,6 @@
 """Each fault of libp2p 0.8.1 that p2p.patches repairs, replayed by an attacker on loopback."""
 
+import contextlib
 import gc
 import logging
 import resource
@@ -9,10 +10,12 @@ import time
 import pytest
 import trio
 from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.host.exceptions import StreamFailure
 from libp2p.kad_dht import common, kad_dht, peer_routing, provider_store, value_store
 from libp2p.kad_dht.pb.kademlia_pb2 import Message
 from libp2p.network import swarm
 from libp2p.network.exceptions import SwarmException
+from libp2p.network.stream.exceptions import StreamError
 from libp2p.peer.id import ID
 from libp2p.peer.peerstore import create_signed_peer_record
 from libp2p.utils.varint import encode_uvarint, encode_varint_prefixed
@@ -70,7 +73,7 @@ async def test_raising_handler_ends_its_stream_only():
             await mallory.connect(info(alice))
             stream = await mallory.new_stream(alice.get_id(), ["/bad/1"])
             await stream.write(b"x")
-            with pytest.raises(Exception, match=r".*"):
+            with pytest.raises(StreamError):
                 await stream.read(1)
             async with running_host(BOB, listens=False) as bob:
                 assert await works(alice, bob)
@@ -101,8 +104,8 @@ async def test_streams_of_one_peer_are_capped():
         async with running_host(ALICE) as alice, running_host(MALLORY, listens=False) as mallory:
             alice.set_stream_handler("/hold/1", hold)
             await mallory.connect(info(alice))
-            with pytest.raises(Exception, match=r".*"):
-                for _ in range(patches.MAX_STREAMS_PER_PEER + 8):
+            for _ in range(patches.MAX_STREAMS_PER_PEER + 8):
+                with contextlib.suppress(StreamFailure):  # those beyond the cap
                     await mallory.new_stream(alice.get_id(), ["/hold/1"])
             assert 0 < opened <= patches.MAX_STREAMS_PER_PEER
             async with running_host(BOB, listens=False) as bob:
@@ -143,8 +146,8 @@ async def test_negotiation_message_does_not_fill_memory():
         async with running_host(ALICE) as alice:
             before = peak_memory_mib()
             stream = await trio.open_tcp_stream("127.0.0.1", port_of(alice))
-            with pytest.raises(trio.BrokenResourceError):
-                await stream.send_all(encode_uvarint(1024 * MIB))
+            await stream.send_all(encode_uvarint(1024 * MIB))
+            with contextlib.suppress(trio.BrokenResourceError):
                 for _ in range(200):
                     await stream.send_all(b"x" * MIB)
             await stream.aclose()
@@ -168,8 +171,10 @@ async def test_unread_stream_does_not_fill_memory():
             frame = struct.pack("!BBHII", 0, 0, 0, stream.stream_id, len(chunk)) + chunk
             sent = 0
             before = peak_memory_mib()
-            while alice.get_connected_peers() and sent < 120 * MIB:
+            victim = alice.get_network().get_connections()[0].muxed_conn
+            while not victim.is_closed and sent < 120 * MIB:
                 await stream.conn._write_frame(frame)
+                await trio.lowlevel.checkpoint()
                 sent += len(frame)
             assert sent < 60 * MIB
             assert peak_memory_mib() - before < 120
@@ -193,8 +198,8 @@ async def test_idle_kad_streams_do_not_stop_the_server():
             server = dht(alice, ALICE)
             await mallory.connect(info(alice))
             for _ in range(14):
-                stream = await mallory.new_stream(alice.get_id(), [patches.KAD_PROTOCOL])
-                with trio.move_on_after(0.2):
+                with contextlib.suppress(StreamFailure):  # those beyond the cap
+                    stream = await mallory.new_stream(alice.get_id(), [patches.KAD_PROTOCOL])
                     await stream.write(b"\x80")
             async with running_host(BOB, listens=False) as bob:
                 client = dht(bob, BOB, serve=False)
@@ -213,7 +218,7 @@ async def test_silent_kad_stream_is_ended(monkeypatch):
             await mallory.connect(info(alice))
             stream = await mallory.new_stream(alice.get_id(), [patches.KAD_PROTOCOL])
             await stream.write(b"\x80")
-            with pytest.raises(Exception, match=r".*"):
+            with pytest.raises(StreamError):
                 await stream.read(1)
 
 
@@ -226,8 +231,9 @@ async def test_oversized_put_is_refused():
             stream = await mallory.new_stream(alice.get_id(), [patches.KAD_PROTOCOL])
             message = Message(type=Message.MessageType.PUT_VALUE, key=relay_key(RUN, BOB.peer_id).encode())
             message.record.key, message.record.value = message.key, b"x" * 3 * MIB
-            with pytest.raises(Exception, match=r".*"):
+            with contextlib.suppress(StreamError):
                 await stream.write(encode_varint_prefixed(message.SerializeToString()))
+            with pytest.raises(StreamError):
                 await stream.read(1)
             assert server.stored_values == 0
 
@@ -238,7 +244,9 @@ def test_logs_of_libp2p_are_cut(caplog):
     with caplog.at_level(logging.DEBUG):
         logging.getLogger("libp2p.kad_dht.kad_dht").warning("y" * 100_000)
         logging.getLogger("libp2p.kad_dht.kad_dht").error("x" * 100_000)
-    assert [len(record.getMessage()) < 2100 for record in caplog.records] == [True]
+    ours = [record.getMessage() for record in caplog.records if record.name == "p2p.patches"]
+    assert [len(message) < 2100 for message in ours] == [True]
+    assert not logging.getLogger("libp2p").propagate
 
 
 async def test_flood_of_peers_leaves_the_own_key():

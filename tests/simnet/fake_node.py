@@ -112,6 +112,9 @@ class FakeNode:
         while not self.finished and not self.leaving.wait(0.02):
             if self.step >= self.options.get("crash_at", 10**9):
                 os._exit(9)
+        if not self.options.get("orphans"):
+            child.kill()
+            child.wait()
         (self.data_dir / "step").write_text(str(self.step))
         (self.data_dir / "status-final.json").write_text(json.dumps(self.status()))
         return 0

@@ -64,9 +64,7 @@ def test_loss_with_kl_equals_the_hand_written_reference():
     reference = [[-0.2, -1.0, -0.6, 0.0], [0.0, -0.1, -0.3, -4.0], [0.0, 0.0, -2.0, 0.0]]
     settings = LossSettings(kl_coefficient=0.3)
     held = torch.tensor(reference, dtype=torch.float64)
-    loss = grpo_loss(
-        inputs(LOGPROBS, OLD, ADVANTAGES, MASK, reference_logprobs=held), settings, normaliser=7.0
-    )
+    loss = grpo_loss(inputs(LOGPROBS, OLD, ADVANTAGES, MASK, reference_logprobs=held), settings, normaliser=7.0)
     expected = reference_loss(LOGPROBS, OLD, ADVANTAGES, MASK, level="token", kl=0.3, reference=reference)
     assert loss.item() == pytest.approx(expected, rel=1e-12)
 

@@ -111,8 +111,11 @@ def test_kl_needs_and_uses_the_reference(recipe, make_rollouts):
     assert 0 < held_metrics["kl"] < free_metrics["kl"]
 
 
-def test_a_batch_without_signal_changes_nothing(recipe, make_rollouts):
-    step = fresh(recipe)
+@pytest.mark.parametrize("drop", [True, False])
+def test_a_batch_without_signal_changes_nothing(recipe, make_rollouts, drop):
+    """Also after a step that left momentum in the optimiser."""
+    step = fresh(with_loss(recipe, drop_groups_without_signal=drop))
+    step.run(0, make_rollouts(2))
     before = snapshot(step.policy)
     metrics = step.run(0, make_rollouts(2, rewards=[0.0] * 4))
     assert same(step.policy, before)

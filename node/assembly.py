@@ -1,0 +1,335 @@
+"""Where a role's objects are built and handed to each other: one function a role, read from top to bottom.
+
+Services that a role needs are started in the nursery it is given, in the order in which they depend on one another.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final, Protocol
+
+import trio
+
+from node.clock import now_ms
+from node.compute.process import ComputeProcess
+from node.compute.reader import RolloutReader
+from node.config import NodeConfig
+from node.datadir import DataDir
+from node.feeds import Feeds
+from node.inference.outbox import Outbox
+from node.inference.role import InferenceParts, InferenceRole
+from node.ledger_file import LedgerFile
+from node.policies import Policies
+from node.relay.desk import RelayDesk
+from node.relay.role import RelayParts, RelayRole
+from node.relay.store import RelayStore
+from node.run_show import load_run
+from node.status import StatusBoard
+from node.swarm import Swarm
+from node.trainer.collector import Collector
+from node.trainer.role import TrainerParts, TrainerRole
+from node.validator.docket import Docket
+from node.validator.role import ValidatorParts, ValidatorRole
+from p2p.bridge import AioThread
+from p2p.discovery import VALIDITY_S, P2PNode
+from p2p.http import HttpClient, HttpServer
+from p2p.shardcast.client import CheckpointClient
+from p2p.shardcast.origin import OriginDoor, origin_routes
+from p2p.shardcast.store import CheckpointStore
+from protocol.checkpoint import CheckpointRules
+from protocol.envelope import Signed, seal
+from protocol.errors import ConfigError
+from protocol.identity import Identity, PeerId
+from protocol.ledger import LedgerState
+from protocol.records import Manifest, RunPointer, Submission, Verdict
+from protocol.run import RunAddress
+
+log = logging.getLogger(__name__)
+
+SPARE_CHECKPOINTS: Final = 3
+"""Policies kept beyond the staleness bound, for submissions that are still on their way."""
+RELAY_QUOTA_BYTES: Final = 64 << 30
+"""Most bytes of rollout files that a relay stores; uploads beyond it are refused as `disk-full`."""
+EXPLAIN_S: Final = 2.0
+EXPLAIN_EVERY: Final = 5
+
+
+@dataclass(frozen=True)
+class ComputeModule:
+    """The compute process of an inference node; a simulation of a cheat replaces it."""
+
+    module: str = "node.inference.compute"
+    args: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Node:
+    """What every role is built upon."""
+
+    config: NodeConfig
+    data: DataDir
+    identity: Identity
+    board: StatusBoard
+    aio: AioThread
+    http: HttpClient
+
+    @property
+    def address(self) -> RunAddress:
+        return self.config.run_address
+
+    def path(self, name: str) -> Path:
+        return self.data.path / name
+
+
+class Role(Protocol):
+    """A role under way: `run` until it is done, `leave` when a signal asks for it."""
+
+    async def run(self) -> None: ...
+
+    async def leave(self, deadline_s: float) -> None: ...
+
+
+async def build_role(node: Node, services: trio.Nursery, compute: ComputeModule) -> Role:
+    """The role that the configuration names, its services running. Raises NodeError."""
+    match node.config.role:
+        case "relay":
+            return await _relay(node, services)
+        case "trainer":
+            return await _trainer(node, services)
+        case "validator":
+            return await _validator(node, services)
+        case "inference":
+            return await _inference(node, services, compute)
+
+
+async def _relay(node: Node, services: trio.Nursery) -> Role:
+    p2p = P2PNode(
+        node.identity,
+        listen=node.config.listen,
+        announce=(),
+        bootstrap=node.config.bootstrap,
+        dht_server=True,
+        run_address=node.address,
+        data_dir=node.data.path,
+    )
+    await services.start(p2p.run)
+    store = RelayStore(node.data.sub("relay"), max_bytes=RELAY_QUOTA_BYTES)
+    desk = RelayDesk(node.address, node.identity, store=store, ledger_path=node.path("ledger"))
+    return RelayRole(
+        RelayParts(
+            run=node.address,
+            identity=node.identity,
+            aio=node.aio,
+            http=node.http,
+            discovery=p2p,
+            store=store,
+            desk=desk,
+            checkpoints=CheckpointStore(node.data.sub("checkpoints")),
+            board=node.board,
+            http_host=node.config.http_host,
+            http_port=node.config.http_port,
+            public_url=node.config.public_url,
+            stay=node.config.stay,
+        )
+    )
+
+
+async def _inference(node: Node, services: trio.Nursery, module: ComputeModule) -> Role:
+    compute = await _compute(node, services, module.module, module.args)
+    _, swarm = await _swarm(node, services)
+    return InferenceRole(
+        InferenceParts(
+            identity=node.identity,
+            swarm=swarm,
+            policies=await _policies(node, services, swarm),
+            compute=compute,
+            outbox=Outbox(node.path("outbox.sqlite")),
+            feeds=await _feeds(node, services, swarm, kinds=[Verdict.KIND], about=node.identity.peer_id, keep=True),
+            board=node.board,
+            work_dir=node.data.sub("rollouts"),
+        )
+    )
+
+
+async def _validator(node: Node, services: trio.Nursery) -> Role:
+    compute = await _compute(node, services, "node.validator.compute")
+    reader = await _reader(node, services)
+    _, swarm = await _swarm(node, services)
+    _require_validator(swarm.manifest, node.identity.peer_id)
+    return ValidatorRole(
+        ValidatorParts(
+            identity=node.identity,
+            swarm=swarm,
+            policies=await _policies(node, services, swarm),
+            compute=compute,
+            reader=reader,
+            docket=Docket(node.path("docket.sqlite")),
+            feeds=await _feeds(node, services, swarm, kinds=[Submission.KIND], keep=True),
+            board=node.board,
+            work_dir=node.data.sub("rollouts"),
+        )
+    )
+
+
+async def _trainer(node: Node, services: trio.Nursery) -> Role:
+    manifest = _own_run(node)
+    run_dir = node.path("run")
+    compute = await _compute(
+        node, services, "node.trainer.compute", [str(node.data.sub("training")), str(run_dir / "recipe.toml")]
+    )
+    ledger = LedgerFile(node.path("ledger"), LedgerState(manifest.id, manifest.record))
+    store = CheckpointStore(node.data.sub("checkpoints"), keep=manifest.record.batch.max_staleness + SPARE_CHECKPOINTS)
+    door = OriginDoor()
+    origin = HttpServer(
+        node.aio,
+        origin_routes(store, ledger.entries),
+        host=node.config.http_host,
+        port=node.config.http_port,
+        middlewares=[door.middleware],
+    )
+    address = await services.start(origin.run)
+    p2p, swarm = await _swarm(node, services, manifest)
+    services.start_soon(p2p.publish_run, partial(_run_pointer, node.identity, manifest))
+    feeds = await _feeds(node, services, swarm, kinds=[Submission.KIND, Verdict.KIND], keep=False)
+    return TrainerRole(
+        TrainerParts(
+            identity=node.identity,
+            manifest=manifest,
+            swarm=swarm,
+            store=store,
+            ledger=ledger,
+            collector=Collector(node.identity, ledger, feeds, node.data.sub("rollouts")),
+            compute=compute,
+            reader=await _reader(node, services),
+            board=node.board,
+            origin_url=node.config.public_url or address.url,
+            origin_token=door.token_for,
+        )
+    )
+
+
+async def _swarm(node: Node, services: trio.Nursery, manifest: Signed[Manifest] | None = None) -> tuple[P2PNode, Swarm]:
+    """Join discovery as a client: find the run's manifest and relays, follow its head."""
+    p2p = P2PNode(
+        node.identity,
+        listen=(),
+        announce=(),
+        bootstrap=node.config.bootstrap,
+        dht_server=False,
+        run_address=node.address,
+        data_dir=node.data.path,
+    )
+    swarm = Swarm(
+        node.address,
+        node.http,
+        find_relays=p2p.find_relays,
+        find_manifest=partial(p2p.find_run, node.address),
+        board=node.board,
+        manifest=manifest,
+        cache_path=node.path("swarm.cache"),
+        follow_head=manifest is None,
+    )
+    await services.start(p2p.run)
+    await services.start(swarm.run)
+    async with _explaining(node.board, lambda: f"the run's manifest; {p2p.bootstrap_state}"):
+        await swarm.wait_manifest()
+    return p2p, swarm
+
+
+@asynccontextmanager
+async def _explaining(board: StatusBoard, waits_for: Callable[[], str]) -> AsyncIterator[None]:
+    """Say on the board, and now and then in the log, what a block waits for."""
+
+    async def explain() -> None:
+        for count in itertools.count():
+            board.waiting(waits_for())
+            if count % EXPLAIN_EVERY == EXPLAIN_EVERY - 1:
+                log.info("waiting for %s", waits_for())
+            await trio.sleep(EXPLAIN_S)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(explain)
+        yield
+        nursery.cancel_scope.cancel()
+
+
+async def _policies(node: Node, services: trio.Nursery, swarm: Swarm) -> Policies:
+    store = CheckpointStore(
+        node.data.sub("checkpoints"), keep=swarm.manifest.record.batch.max_staleness + SPARE_CHECKPOINTS
+    )
+    client = CheckpointClient(
+        node.http,
+        store,
+        CheckpointRules.of_run(swarm.manifest),
+        swarm.sources,
+        on_bytes=swarm.downloaded,
+        on_misdeed=swarm.bad_download,
+    )
+    policies = Policies(store, client, swarm, node.board)
+    await services.start(policies.run)
+    return policies
+
+
+async def _feeds(
+    node: Node, services: trio.Nursery, swarm: Swarm, *, kinds: Sequence[str], about: PeerId | None = None, keep: bool
+) -> Feeds:
+    path = node.path("feeds.json") if keep else None
+    feeds = Feeds(lambda: swarm.clients, kinds=kinds, cursors_path=path, about=about)
+    await services.start(feeds.run)
+    return feeds
+
+
+async def _compute(node: Node, services: trio.Nursery, module: str, args: Sequence[str] = ()) -> ComputeProcess:
+    compute = ComputeProcess(
+        module,
+        name=f"{node.config.role} compute",
+        log_path=node.path("compute.log"),
+        args=args,
+        env={"INTELLECT_THREADS": str(node.config.threads), "INTELLECT_DTYPE": node.config.dtype},
+        threads=node.config.threads,
+    )
+    await services.start(compute.run)
+    return compute
+
+
+async def _reader(node: Node, services: trio.Nursery) -> RolloutReader:
+    reader = RolloutReader(log_path=node.path("reader.log"))
+    await services.start(reader.run)
+    return reader
+
+
+def _own_run(node: Node) -> Signed[Manifest]:
+    """The run that this operator created in this data directory. Raises NodeError."""
+    manifest = node.address.open_manifest(load_run(node.data.path).data)
+    if manifest.record.trainer_id != node.identity.peer_id:
+        raise ConfigError(
+            f"the trainer of {node.address} is {manifest.record.trainer_id}, not this node, {node.identity.peer_id}",
+            hint="start the trainer with the data directory that `intellect-node run create` was given",
+        )
+    return manifest
+
+
+def _require_validator(manifest: Signed[Manifest], peer_id: PeerId) -> None:
+    if peer_id not in manifest.record.validator_ids:
+        raise ConfigError(
+            f"this node, {peer_id}, is no validator of the run {manifest.record.name!r}",
+            hint=f"the operator names validators: intellect-node run create --validator {peer_id} …",
+        )
+
+
+def _run_pointer(identity: Identity, manifest: Signed[Manifest], sequence: int) -> bytes:
+    issued_at_ms = now_ms()
+    pointer = RunPointer(
+        name=manifest.record.name,
+        sequence=sequence,
+        issued_at_ms=issued_at_ms,
+        valid_until_ms=issued_at_ms + int(VALIDITY_S * 1000),
+        manifest=manifest.data,
+    )
+    return seal(pointer, identity)

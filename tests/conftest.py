@@ -1,0 +1,26 @@
+"""Fixtures of all tests: three people, and an environment without this machine's own settings."""
+
+import os
+
+import pytest
+
+from protocol.identity import Identity
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests and their children share the cores
+for name in [name for name in os.environ if name.startswith("INTELLECT_")]:
+    del os.environ[name]
+
+
+@pytest.fixture
+def alice():
+    return Identity.from_phrase("alice")
+
+
+@pytest.fixture
+def bob():
+    return Identity.from_phrase("bob")
+
+
+@pytest.fixture
+def carol():
+    return Identity.from_phrase("carol")

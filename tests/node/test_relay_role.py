@@ -1,0 +1,203 @@
+"""The relay role with a trainer's origin on loopback: checkpoints, ledger, advert, the end."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from factories import OPERATOR, make_verdict
+from relay_world import CAROL, MANIFEST, RUN, loopback, make_head, make_notice, serving_routes, submission_of
+
+from node.relay.desk import RelayDesk
+from node.relay.role import RelayParts, RelayRole, public_url
+from node.relay.store import RelayStore
+from node.relay_client import RelayClient
+from node.status import StatusBoard
+from p2p.bridge import AioThread
+from p2p.http import BoundAddress, HttpClient
+from p2p.shardcast.origin import OriginDoor, origin_routes
+from p2p.shardcast.store import CheckpointStore
+from protocol.envelope import Signed, open_envelope
+from protocol.errors import ConfigError
+from protocol.identity import Identity
+from protocol.ledger import next_tip, open_entry
+from protocol.records import CheckpointManifest, Head, Manifest, RelayAdvert
+from protocol.run import RunAddress
+
+Border = tuple[AioThread, HttpClient]
+ALICE = Identity.from_phrase("alice")
+
+
+@pytest.fixture
+async def border() -> AsyncIterator[Border]:
+    async with loopback() as both:
+        yield both
+
+
+class FakeDiscovery:
+    """A DHT that remembers the advert and may know the manifest."""
+
+    def __init__(self, manifest: Signed[Manifest] | None = None) -> None:
+        self.manifest = manifest
+        self.advert: Signed[RelayAdvert] | None = None
+        self.multiaddrs = ["/ip4/127.0.0.1/tcp/1/p2p/x"]
+        self.dht_peers = 0
+
+    async def publish_advert(self, make: Callable[[int], bytes]) -> None:
+        await trio.lowlevel.checkpoint()
+        self.advert = open_envelope(make(1), RelayAdvert)
+
+    async def find_run(self, address: RunAddress) -> Signed[Manifest] | None:
+        await trio.lowlevel.checkpoint()
+        return self.manifest if address == RUN else None
+
+
+class Origin:
+    """A trainer's origin: one checkpoint, a ledger, a token for the relay."""
+
+    def __init__(self, directory: Path) -> None:
+        self.door = OriginDoor()
+        self.store = CheckpointStore(directory)
+        self.entries: list[bytes] = []
+        self.url = ""
+
+    async def publish(self, directory: Path) -> Signed[CheckpointManifest]:
+        await trio.Path(directory).mkdir()
+        await trio.Path(directory / "model.safetensors").write_bytes(b"weights" * 3000)
+        return await self.store.publish(directory, identity=OPERATOR, run_id=MANIFEST.id, step=0, shard_bytes=4096)
+
+    def read(self, start: int, limit: int) -> list[bytes]:
+        return self.entries[start : start + limit]
+
+    def notice(self) -> bytes:
+        return make_notice(http_url=self.url, token=self.door.token_for(CAROL.peer_id)).data
+
+
+def make_parts(border: Border, directory: Path, discovery: Any, **options: Any) -> RelayParts:
+    directory.mkdir(exist_ok=True)
+    store = RelayStore(directory, max_bytes=1 << 24)
+    return RelayParts(
+        run=RUN,
+        identity=CAROL,
+        aio=border[0],
+        http=border[1],
+        discovery=discovery,
+        store=store,
+        desk=RelayDesk(RUN, CAROL, store=store, ledger_path=directory / "ledger"),
+        checkpoints=CheckpointStore(directory / "checkpoints"),
+        board=StatusBoard(role="relay", peer_id=CAROL.peer_id, run=str(RUN)),
+        http_host="127.0.0.1",
+        http_port=0,
+        **{"finish_grace_s": 0.0, **options},
+    )
+
+
+def close(parts: RelayParts) -> None:
+    parts.desk.close()
+    parts.store.close()
+
+
+def client_of(border: Border, url: str) -> RelayClient:
+    client = RelayClient(border[1], url, peer_id=CAROL.peer_id, run=RUN)
+    client.trust(MANIFEST)
+    return client
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110 - there is no event for what a test alone wants to see
+        await trio.sleep(0.01)
+
+
+def head_with(checkpoint: bytes, sequence: int, entries: list[bytes], **changes: Any) -> Signed[Head]:
+    tip = MANIFEST.id
+    for entry in entries:
+        tip = next_tip(tip, open_entry(entry).id)
+    return make_head(sequence, checkpoint=checkpoint, ledger_length=len(entries), ledger_tip=tip, **changes)
+
+
+async def test_relay_keeps_up_with_the_trainer_and_ends_with_the_run(border: Border, tmp_path: Path) -> None:
+    origin, discovery = Origin(tmp_path / "origin"), FakeDiscovery()
+    parts = make_parts(border, tmp_path / "relay", discovery)
+    submission = submission_of(ALICE, b"rollouts")
+    entries = [submission.data, make_verdict(submission).data]
+    with trio.fail_after(30):
+        checkpoint = await origin.publish(tmp_path / "policy")
+        routes = origin_routes(origin.store, origin.read)
+        async with (
+            serving_routes(border[0], routes, origin.door.middleware) as origin.url,
+            trio.open_nursery() as nursery,
+        ):
+            url = await nursery.start(RelayRole(parts).run)
+            await until(lambda: discovery.advert)
+            assert discovery.advert is not None
+            assert discovery.advert.record.http_url == url
+            client = client_of(border, url)
+            assert (await client.info()).run == str(RUN)
+            await client.post_origin(MANIFEST.data, origin.notice(), head_with(checkpoint.id, 1, []).data)
+            await until(lambda: parts.checkpoints.complete() == [(0, checkpoint.id)])
+            origin.entries = entries
+            await client.post_head(head_with(checkpoint.id, 2, entries).data)
+            await until(lambda: parts.desk.ledger and parts.desk.ledger.state.length == 2)
+            assert [entry.data for entry in await client.ledger(0)] == entries
+            await client.post_head(head_with(checkpoint.id, 3, entries, finished=True).data)
+    assert parts.board.snapshot()["state"] == "finished"
+    assert parts.board.snapshot()["head_sequence"] == 3
+    close(parts)
+
+
+async def test_false_ledger_is_not_mirrored_and_the_true_one_is_later(border: Border, tmp_path: Path) -> None:
+    """Somebody between relay and origin serves a ledger of their own."""
+    origin = Origin(tmp_path / "origin")
+    parts = make_parts(border, tmp_path / "relay", FakeDiscovery())
+    true, false = submission_of(ALICE, b"true"), submission_of(ALICE, b"false")
+    with trio.fail_after(30):
+        checkpoint = await origin.publish(tmp_path / "policy")
+        routes = origin_routes(origin.store, origin.read)
+        async with (
+            serving_routes(border[0], routes, origin.door.middleware) as origin.url,
+            trio.open_nursery() as nursery,
+        ):
+            url = await nursery.start(RelayRole(parts).run)
+            client = client_of(border, url)
+            origin.entries = [false.data]
+            await client.post_origin(MANIFEST.data, origin.notice(), head_with(checkpoint.id, 1, [true.data]).data)
+            await until(lambda: parts.checkpoints.complete())
+            assert await client.ledger(0) == []
+            origin.entries = [true.data]
+            await until(lambda: parts.desk.ledger and parts.desk.ledger.state.length == 1)
+            assert [entry.id for entry in await client.ledger(0)] == [true.id]
+            nursery.cancel_scope.cancel()
+    close(parts)
+
+
+async def test_manifest_comes_from_the_dht_before_the_trainer_comes(border: Border, tmp_path: Path) -> None:
+    parts = make_parts(border, tmp_path / "relay", FakeDiscovery(MANIFEST))
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            url = await nursery.start(RelayRole(parts).run)
+            await until(lambda: parts.desk.manifest)
+            assert (await client_of(border, url).manifest()).id == MANIFEST.id
+            assert parts.board.snapshot()["activity"] == "the run's trainer to find this relay"
+            nursery.cancel_scope.cancel()
+    close(parts)
+
+
+@pytest.mark.parametrize(
+    ("host", "multiaddrs", "url"),
+    [
+        ("127.0.0.1", [], "http://127.0.0.1:80"),
+        ("0.0.0.0", ["/ip4/0.0.0.0/tcp/1", "/ip4/192.0.2.7/tcp/1/p2p/x"], "http://192.0.2.7:80"),
+        ("::", ["/ip6/2001:db8::1/tcp/1"], "http://[2001:db8::1]:80"),
+    ],
+)
+def test_advertised_url(host: str, multiaddrs: list[str], url: str) -> None:
+    assert public_url(BoundAddress(host, 80), multiaddrs) == url
+
+
+def test_unknown_public_address_is_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        public_url(BoundAddress("0.0.0.0", 80), [])
+    assert "--public-url" in caught.value.hint

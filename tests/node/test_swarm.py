@@ -1,0 +1,274 @@
+"""What a node knows of its swarm: from relays that come, go, lag and lie."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from aiohttp import web
+from factories import OPERATOR, make_manifest, sealed
+from relay_world import (
+    MANIFEST,
+    RUN,
+    Relay,
+    loopback,
+    make_advert,
+    make_head,
+    serving,
+    serving_routes,
+)
+
+from node.status import StatusBoard
+from node.swarm import MISDEEDS_TO_SHUN, Swarm
+from p2p.bridge import AioThread
+from p2p.http import HttpClient, msgpack_response
+from protocol.envelope import Signed
+from protocol.errors import BootstrapError, ChecksumError, RelayError
+from protocol.identity import Identity
+from protocol.records import Head, Manifest, RelayAdvert
+
+ALICE, BOB, CAROL = (Identity.from_phrase(name) for name in ("alice", "bob", "carol"))
+Border = tuple[AioThread, HttpClient]
+
+
+@pytest.fixture
+async def border() -> AsyncIterator[Border]:
+    async with loopback() as both:
+        yield both
+
+
+@pytest.fixture
+def offline() -> Border:
+    """For tests on trio's autojump clock, which must not meet real threads."""
+    aio = AioThread()
+    return aio, HttpClient(aio)
+
+
+class FakeDht:
+    """A DHT that knows what it was told, or is away."""
+
+    def __init__(self, *adverts: Signed[RelayAdvert], manifest: Signed[Manifest] | None = None) -> None:
+        self.adverts = list(adverts)
+        self.manifest = manifest
+        self.away = False
+        self.lookups = 0
+
+    async def find_relays(self) -> list[Signed[RelayAdvert]]:
+        await trio.lowlevel.checkpoint()
+        self.lookups += 1
+        if self.away:
+            raise BootstrapError("nobody answers")
+        return self.adverts
+
+    async def find_manifest(self) -> Signed[Manifest] | None:
+        await trio.lowlevel.checkpoint()
+        if self.away:
+            raise BootstrapError("nobody answers")
+        return self.manifest
+
+
+def make_swarm(border: Border, dht: FakeDht, **options: Any) -> Swarm:
+    board = StatusBoard(role="inference", peer_id=ALICE.peer_id, run=str(RUN))
+    find = {"find_relays": dht.find_relays, "find_manifest": dht.find_manifest}
+    return Swarm(RUN, border[1], **{"board": board, **find, **options})
+
+
+@asynccontextmanager
+async def running(swarm: Swarm) -> AsyncIterator[Swarm]:
+    async with trio.open_nursery() as nursery:
+        await nursery.start(swarm.run)
+        yield swarm
+        nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def relays(border: Border, tmp_path: Path, *heads: tuple[Identity, Signed[Head]]) -> AsyncIterator[list[Relay]]:
+    async with AsyncExitStack() as stack:
+        started = []
+        for identity, head in heads:
+            relay = Relay(identity, tmp_path / identity.peer_id.short, border[0])
+            relay.meet_trainer(head)
+            started.append(await stack.enter_async_context(serving(border[0], relay)))
+        yield started
+
+
+def advert_of(relay: Relay, sequence: int = 1) -> Signed[RelayAdvert]:
+    return make_advert(relay.identity, relay.url, sequence)
+
+
+async def until(condition: Any) -> None:
+    while not condition():  # noqa: ASYNC110 - there is no event for what a test alone wants to see
+        await trio.sleep(0.01)
+
+
+async def test_highest_head_of_several_relays_wins(border: Border, tmp_path: Path) -> None:
+    """One relay lags behind; it holds nobody back."""
+    with trio.fail_after(20):
+        async with relays(border, tmp_path, (BOB, make_head(3)), (CAROL, make_head(7, step=2))) as both:
+            dht = FakeDht(*map(advert_of, both), manifest=MANIFEST)
+            async with running(make_swarm(border, dht)) as swarm:
+                head = await swarm.wait_head(3)
+                assert (head.record.sequence, head.record.step) == (7, 2)
+                assert swarm.head == head
+                both[0].desk.accept_head(make_head(8).data)
+                assert (await swarm.wait_head(7)).record.sequence == 8
+                assert swarm.misdeeds == {}
+
+
+async def test_listeners_hear_of_every_newer_head(border: Border, tmp_path: Path) -> None:
+    heard: list[int] = []
+    with trio.fail_after(20):
+        async with relays(border, tmp_path, (BOB, make_head(1))) as (relay,):
+            swarm = make_swarm(border, FakeDht(advert_of(relay)), manifest=MANIFEST)
+            swarm.on_head(lambda head: heard.append(head.record.sequence))
+            async with running(swarm):
+                await swarm.wait_head()
+                relay.desk.accept_head(make_head(2, finished=True).data)
+                assert (await swarm.wait_finished()).record.sequence == 2
+    assert heard == [1, 2]
+
+
+async def test_manifest_comes_from_a_relay_when_the_dht_has_none(border: Border, tmp_path: Path) -> None:
+    with trio.fail_after(20):
+        async with relays(border, tmp_path, (BOB, make_head(1))) as (relay,):
+            swarm = make_swarm(border, FakeDht(advert_of(relay)))
+            with pytest.raises(RelayError, match="not known yet"):
+                _ = swarm.manifest
+            async with running(swarm):
+                assert (await swarm.wait_manifest()).id == MANIFEST.id
+                assert swarm.manifest.id == MANIFEST.id
+                await swarm.wait_head()
+
+
+def lying(answer: bytes) -> list[web.RouteDef]:
+    async def handle(_: web.Request) -> web.Response:
+        return msgpack_response(answer)
+
+    return [web.get("/{path:.*}", handle)]
+
+
+async def test_lying_relay_is_counted_and_shunned_and_the_honest_one_followed(border: Border, tmp_path: Path) -> None:
+    """A relay makes up a head with a huge sequence, to send everybody astray."""
+    forged = make_head(10**9, by=ALICE).data
+    with trio.fail_after(30):
+        async with (
+            relays(border, tmp_path, (BOB, make_head(1))) as (honest,),
+            serving_routes(border[0], lying(forged)) as url,
+        ):
+            dht = FakeDht(advert_of(honest), make_advert(CAROL, url), manifest=MANIFEST)
+            async with running(make_swarm(border, dht)) as swarm:
+                await until(lambda: swarm.misdeeds.get(CAROL.peer_id, {}).get("WrongAuthorError", 0))
+                assert (await swarm.wait_head()).record.sequence == 1
+                for _ in range(MISDEEDS_TO_SHUN):
+                    swarm.bad_download(CAROL.peer_id, "shard 3")
+                assert [client.peer_id for client in swarm.clients] == [BOB.peer_id]
+                assert swarm.sources() == [(BOB.peer_id, honest.url)]
+
+
+async def test_forged_manifest_is_not_believed(border: Border, tmp_path: Path) -> None:
+    """A relay serves a manifest of its own with its own trainer."""
+    forged = sealed(make_manifest(trainer=CAROL.peer_id.public_key), CAROL)
+    with trio.fail_after(20):
+        async with serving_routes(border[0], lying(forged.data)) as url:
+            dht = FakeDht(make_advert(CAROL, url))
+            async with running(make_swarm(border, dht)) as swarm:
+                await until(lambda: swarm.misdeeds)
+                dht.manifest = MANIFEST
+                assert (await swarm.wait_manifest()).author == OPERATOR.peer_id
+
+
+async def test_relays_are_kept_while_the_dht_is_away(offline: Border, autojump_clock: Any) -> None:
+    """Every bootstrap peer dies after the first lookup."""
+    dht = FakeDht(make_advert(BOB, "http://127.0.0.1:9"))
+    swarm = make_swarm(offline, dht, manifest=MANIFEST, follow_head=False)
+    async with running(swarm):
+        await until(lambda: swarm.clients)
+        dht.away = True
+        await until(lambda: dht.lookups > 3)
+        assert [client.peer_id for client in swarm.clients] == [BOB.peer_id]
+
+
+async def test_relay_that_moved_is_found_at_its_new_url(offline: Border, autojump_clock: Any) -> None:
+    dht = FakeDht(make_advert(BOB, "http://127.0.0.1:9", 5))
+    swarm = make_swarm(offline, dht, manifest=MANIFEST, follow_head=False)
+    async with running(swarm):
+        await until(lambda: swarm.clients)
+        dht.adverts = [make_advert(BOB, "http://127.0.0.1:8", 4), make_advert(ALICE, "http://x", run=b"x" * 32)]
+        await until(lambda: dht.lookups > 2)
+        assert [client.url for client in swarm.clients] == ["http://127.0.0.1:9"]
+        dht.adverts = [make_advert(BOB, "http://127.0.0.1:8", 6)]
+        await until(lambda: swarm.clients[0].url == "http://127.0.0.1:8")
+
+
+async def test_restart_needs_no_dht(border: Border, tmp_path: Path) -> None:
+    cache = tmp_path / "swarm.cache"
+    with trio.fail_after(20):
+        async with relays(border, tmp_path, (BOB, make_head(1))) as (relay,):
+            first = make_swarm(border, FakeDht(advert_of(relay), manifest=MANIFEST), cache_path=cache)
+            async with running(first):
+                await first.wait_head()
+            dht = FakeDht()
+            dht.away = True
+            again = make_swarm(border, dht, cache_path=cache)
+            assert again.manifest.id == MANIFEST.id
+            async with running(again):
+                assert (await again.wait_head()).record.sequence == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"\xc1", b"\x92\xc4\x01x\x90", b"\x92\xc4\x00\x91\xc4\x01x"])
+async def test_damaged_cache_is_ignored(border: Border, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "cache").write_bytes(content)
+    assert make_swarm(border, FakeDht(), cache_path=tmp_path / "cache").clients == []
+
+
+async def test_failed_relay_gets_a_rest(offline: Border, autojump_clock: Any) -> None:
+    dht = FakeDht(make_advert(BOB, "http://127.0.0.1:9"), make_advert(CAROL, "http://127.0.0.1:8"))
+    swarm = make_swarm(offline, dht, manifest=MANIFEST, follow_head=False)
+    async with running(swarm):
+        await until(lambda: len(swarm.clients) == 2)
+        swarm.failed(BOB.peer_id)
+        chosen = {swarm.choose_relay() for _ in range(20)}
+        assert {client and client.peer_id for client in chosen} == {CAROL.peer_id}
+        assert swarm.choose_relay(avoid=CAROL.peer_id) is None
+        assert swarm.clients[-1].peer_id == BOB.peer_id
+        await trio.sleep(5)
+        retried = swarm.choose_relay(avoid=CAROL.peer_id)
+        assert retried is not None
+        assert retried.peer_id == BOB.peer_id
+
+
+async def test_dead_relay_is_left_for_another(border: Border, tmp_path: Path) -> None:
+    """The relay that a node has always used disappears."""
+    with trio.fail_after(30):
+        async with relays(border, tmp_path, (CAROL, make_head(1))) as (stays,):
+            async with relays(border, tmp_path, (BOB, make_head(2))) as (goes,):
+                dht = FakeDht(advert_of(stays), advert_of(goes), manifest=MANIFEST)
+                swarm = make_swarm(border, dht)
+                async with trio.open_nursery() as nursery:
+                    await nursery.start(swarm.run)
+                    await swarm.wait_head(1)
+                    nursery.cancel_scope.cancel()
+            async with running(swarm):
+                stays.desk.accept_head(make_head(3).data)
+                assert (await swarm.wait_head(2)).record.sequence == 3
+
+
+async def test_board_counts_bytes_by_relay(border: Border, tmp_path: Path) -> None:
+    board = StatusBoard(role="inference", peer_id=ALICE.peer_id, run=str(RUN))
+    with trio.fail_after(20):
+        async with relays(border, tmp_path, (BOB, make_head(4, step=1))) as (relay,):
+            dht = FakeDht(advert_of(relay), manifest=MANIFEST)
+            async with running(make_swarm(border, dht, board=board)) as swarm:
+                await swarm.wait_head()
+                swarm.downloaded(BOB.peer_id, 1_000_000)
+                swarm.misdeed(swarm.clients[0], ChecksumError("a wrong shard"))
+    snapshot = board.snapshot()
+    (row,) = snapshot["relays"]
+    assert (row["peer_id"], row["url"]) == (str(BOB.peer_id), relay.url)
+    assert row["bytes_in"] > 1_000_000
+    assert row["failures"] == 1
+    assert (snapshot["step"], snapshot["head_sequence"]) == (1, 4)

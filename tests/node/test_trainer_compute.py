@@ -1,0 +1,139 @@
+"""The trainer's compute process: durable before it answers, and safe to ask twice."""
+
+import hashlib
+
+import pytest
+import trio
+
+from node.compute.process import ComputeProcess
+from node.run_create import create_run
+from node.trainer.compute import TrainerCompute
+from protocol.errors import MalformedError, ModelError
+from protocol.identity import Identity
+from trainer.recipe import ASSETS_DIR, load_recipe
+
+DEMO_POLICY = ASSETS_DIR / "sort-digits"
+
+
+def sha256(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def rollouts(step):
+    """One group of eight that answers a prompt with its digits, sorted by half of its members."""
+    return [
+        {
+            "prompt_index": 0,
+            "member": member,
+            "prompt_ids": [1, 32, 6, 5, 4, 7, 48],
+            "output_ids": [4, 5, 6, 7, 2] if member % 2 else [7, 6, 5, 4, 2],
+            "logprobs": [-0.5] * 5,
+            "reward": float(member % 2),
+            "finish_reason": "stop",
+            "proofs": [b"proof"],
+            "checkpoint_step": step,
+            "submission": "a",
+        }
+        for member in range(8)
+    ]
+
+
+@pytest.fixture
+def make_compute(tmp_path):
+    def make(name="state"):
+        return TrainerCompute(load_recipe("demo"), state_dir=tmp_path / name, policy_dir=DEMO_POLICY)
+
+    return make
+
+
+def weights(answer, tmp_path):
+    path = tmp_path.__class__(answer["policy_dir"]) / "model.safetensors"
+    return sha256(path)
+
+
+def test_a_first_start_opens_step_zero(make_compute, tmp_path):
+    opened = make_compute().open()
+    assert opened["step"] == 0
+    assert weights(opened, tmp_path) == sha256(DEMO_POLICY / "model.safetensors")
+
+
+def test_training_gives_the_next_checkpoint_and_is_remembered(make_compute, tmp_path):
+    compute = make_compute()
+    compute.open()
+    answer = compute.train(0, rollouts(0))
+    assert answer["step"] == 1
+    assert answer["mean_reward"] == answer["metrics"]["reward"] == 0.5
+    assert make_compute().open() == {"step": 1, "policy_dir": answer["policy_dir"]}
+
+
+def test_a_step_asked_for_twice_is_trained_once(make_compute, tmp_path):
+    compute = make_compute()
+    compute.open()
+    first = compute.train(0, rollouts(0))
+    before = weights(first, tmp_path)
+    assert compute.train(0, rollouts(0)) == first
+    assert make_compute().train(0, []) == first
+    assert weights(first, tmp_path) == before
+
+
+def test_a_restart_between_steps_changes_no_bit(make_compute, tmp_path):
+    through = make_compute("through")
+    through.open()
+    for step in range(3):
+        expected = through.train(step, rollouts(step))
+        restarted = make_compute("restarted")
+        restarted.open()
+        found = restarted.train(step, rollouts(step))
+    assert weights(found, tmp_path) == weights(expected, tmp_path)
+    assert found["metrics"] == expected["metrics"]
+
+
+def test_a_refused_batch_does_not_spoil_the_next(make_compute, tmp_path):
+    compute, other = make_compute(), make_compute("other")
+    compute.open()
+    other.open()
+    with pytest.raises(MalformedError):
+        compute.train(0, rollouts(0)[:-1])
+    assert weights(compute.train(0, rollouts(0)), tmp_path) == weights(other.train(0, rollouts(0)), tmp_path)
+
+
+def test_a_failure_after_training_is_redone_from_the_disk(make_compute, tmp_path, monkeypatch):
+    """The disk is full when the checkpoint is written: the policy in memory is a step ahead and must not be used."""
+    compute, other = make_compute(), make_compute("other")
+    compute.open()
+    other.open()
+
+    def fail(path):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.checkpoint._sync_tree", fail)
+        with pytest.raises(OSError, match="No space left"):
+            compute.train(0, rollouts(0))
+    assert weights(compute.train(0, rollouts(0)), tmp_path) == weights(other.train(0, rollouts(0)), tmp_path)
+
+
+def test_a_step_without_its_checkpoint_is_refused(make_compute):
+    compute = make_compute()
+    compute.open()
+    with pytest.raises(ModelError, match="checkpoint 5 is not here"):
+        compute.train(5, rollouts(5))
+
+
+async def test_the_process_answers_the_nodes_calls(tmp_path):
+    alice, bob = Identity.from_phrase("alice"), Identity.from_phrase("bob")
+    create_run("demo", tmp_path, identity=alice, validators=[bob.peer_id], issued_at_ms=1)
+    process = ComputeProcess(
+        "node.trainer.compute",
+        name="trainer",
+        log_path=tmp_path / "log",
+        args=[str(tmp_path / "state"), str(tmp_path / "run" / "recipe.toml")],
+    )
+    with trio.fail_after(120):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(process.run)
+            assert (await process.call("open", timeout_s=60))["step"] == 0
+            answer = await process.call("train", timeout_s=60, step=0, rollouts=rollouts(0))
+            nursery.cancel_scope.cancel()
+    assert answer["step"] == 1
+    assert answer["metrics"]["reward"] == 0.5

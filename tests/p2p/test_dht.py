@@ -1,0 +1,332 @@
+import itertools
+import time
+
+import pytest
+import trio
+from factories import make_manifest
+from hypothesis import given
+from hypothesis import strategies as st
+from libp2p.kad_dht.pb.kademlia_pb2 import Message
+from libp2p.peer.peerinfo import PeerInfo
+from libp2p.records.record import make_put_record
+from multiaddr import Multiaddr
+from p2p_world import ALICE, BOB, CAROL, MALLORY, RUN, advert, now_ms, pointer, running_host
+
+from p2p import dht, patches
+from p2p.dht import ProviderStore, RecordValidator, RunDHT, ValueStore, relay_key, relays_key, run_key
+from p2p.host import to_libp2p
+from p2p.kad import Known, RequestError, Walk, distance, request
+from protocol.constants import MAX_DHT_VALUE_BYTES
+from protocol.envelope import seal
+from protocol.errors import ClockError, MalformedError, ProtocolError, SignatureError, WrongAuthorError, WrongRunError
+from protocol.identity import Identity
+from protocol.run import RunAddress
+
+RELAY_KEY = relay_key(RUN, BOB.peer_id)
+
+
+def make_dht(host, identity, *, serve=True, servers=()):
+    made = RunDHT(host, identity.peer_id, RUN, serve=serve, clock=time.time)
+    made.bootstrap = {server.get_id() for server in servers}
+    for server in servers:
+        host.get_peerstore().add_addrs(server.get_id(), server.get_transport_addrs(), 600)
+    return made
+
+
+def test_keys_fit_what_servers_answer():
+    assert run_key(RUN) == f"/intellect/run/{RUN.digest[:20].hex()}/{ALICE.peer_id}"
+    assert all(len(key) <= dht.MAX_KEY_BYTES for key in (run_key(RUN), RELAY_KEY))
+    assert len(relays_key(RUN)) <= 80
+
+
+def test_records_of_their_own_key_are_valid():
+    validator = RecordValidator()
+    assert validator.open(run_key(RUN), pointer(3)).record.sequence == 3
+    assert validator.open(RELAY_KEY, advert(4)).author == BOB.peer_id
+
+
+def test_foreign_author_is_refused():
+    """Attack: announce another relay's address, or another operator's run, under its key."""
+    with pytest.raises(WrongAuthorError):
+        RecordValidator().validate(RELAY_KEY, advert(by=MALLORY))
+    with pytest.raises(WrongAuthorError):
+        RecordValidator().validate(run_key(RUN), pointer(by=MALLORY))
+
+
+def test_broken_signature_is_refused():
+    """Attack: change a byte of a value on its way."""
+    value = bytearray(advert())
+    value[-1] ^= 1
+    with pytest.raises(SignatureError):
+        RecordValidator().validate(RELAY_KEY, bytes(value))
+
+
+def test_record_of_another_run_is_refused():
+    """Attack: put a record where another run looks for it."""
+    other = RunAddress(ALICE.peer_id, "other")
+    with pytest.raises(WrongRunError):
+        RecordValidator().validate(relay_key(other, BOB.peer_id), advert())
+    with pytest.raises(WrongRunError):
+        RecordValidator().validate(run_key(other), pointer())
+
+
+def test_pointer_to_a_foreign_manifest_is_refused():
+    """Attack: lead contributors of a run to a manifest that its operator did not sign."""
+    foreign = seal(make_manifest(), MALLORY)
+    with pytest.raises(WrongAuthorError):
+        RecordValidator().validate(run_key(RUN), pointer(manifest=foreign))
+
+
+def test_time_bounds():
+    """Attack: replay an old address, or occupy a key with a record from the future or without end."""
+    validator = RecordValidator()
+    with pytest.raises(ClockError, match="ended"):
+        validator.validate(RELAY_KEY, advert(valid_until_ms=now_ms() - 1))
+    with pytest.raises(ClockError, match="future"):
+        validator.validate(RELAY_KEY, advert(issued_at_ms=now_ms() + 200_000))
+    with pytest.raises(MalformedError, match="valid for more than"):
+        validator.validate(RELAY_KEY, advert(valid_until_ms=now_ms() + 10_000_000))
+    validator.validate(RELAY_KEY, advert(issued_at_ms=now_ms() + 60_000))
+
+
+def test_clock_is_the_given_one():
+    with pytest.raises(ClockError):
+        RecordValidator(lambda: time.time() + 700).validate(RELAY_KEY, advert())
+
+
+def test_large_values_are_refused():
+    """Attack: fill servers' memory with large values."""
+    with pytest.raises(MalformedError, match="at most"):
+        RecordValidator().validate(RELAY_KEY, b"x" * (MAX_DHT_VALUE_BYTES + 1))
+
+
+@pytest.mark.parametrize(
+    "key", ["", "/pk/x", "/ipns/x", "/intellect/x", RELAY_KEY + "x" * 80, RELAY_KEY + "\n", RELAY_KEY.upper()]
+)
+def test_other_keys_are_refused(key):
+    """Attack: use the DHT as free storage."""
+    with pytest.raises(MalformedError):
+        RecordValidator().validate(key, advert())
+
+
+@given(st.text(), st.binary())
+def test_any_bytes_give_a_protocol_error(key, value):
+    for one in (key, RELAY_KEY):
+        with pytest.raises(ProtocolError):
+            RecordValidator().validate(one, value)
+    assert RecordValidator().select(RELAY_KEY, [value, advert(), value]) == 1
+
+
+def test_highest_sequence_wins_and_the_last_of_equals():
+    select = RecordValidator().select
+    assert select(RELAY_KEY, [advert(2), advert(3), advert(1)]) == 1
+    assert select(RELAY_KEY, [advert(2), advert(2)]) == 1
+    assert select(RELAY_KEY, [advert(2), advert(9, by=MALLORY)]) == 0
+
+
+def value_store(clock=time.time):
+    return ValueStore(RecordValidator(clock), run_digest=RUN.digest[:20].hex(), own=BOB.peer_id, clock=clock)
+
+
+def test_full_store_keeps_own_and_this_runs_values(monkeypatch):
+    """Attack: fill a server's store with values of made-up keys and runs."""
+    monkeypatch.setattr(dht, "MAX_VALUES", 4)
+    store = value_store()
+    store.put_record(RELAY_KEY.encode(), make_put_record(b"", advert()))
+    carols = relay_key(RUN, CAROL.peer_id).encode()
+    store.put_record(carols, make_put_record(b"", advert(by=CAROL)))
+    junk = RunAddress(MALLORY.peer_id, "junk")
+    for number in range(12):
+        made_up = Identity.from_phrase(str(number))
+        record = make_put_record(b"", advert(by=made_up, run=junk.digest))
+        store.put_record(relay_key(junk, made_up.peer_id).encode(), record)
+    assert store.size() == 4
+    assert store.get(RELAY_KEY.encode()) is not None
+    assert store.get(carols) is not None
+    for number in range(12):
+        made_up = Identity.from_phrase(str(number))
+        store.put_record(relay_key(RUN, made_up.peer_id).encode(), make_put_record(b"", advert(by=made_up)))
+    assert store.size() == 4
+    assert store.get(RELAY_KEY.encode()) is not None
+
+
+def test_values_end_with_their_validity():
+    now = time.time()
+    store = value_store(lambda: now)
+    store.put_record(RELAY_KEY.encode(), make_put_record(b"", advert()))
+    now += 700
+    assert store.get(RELAY_KEY.encode()) is None
+    assert store.size() == 0
+
+
+def test_providers_are_bounded_and_expire():
+    """Attack: fill the provider store with keys and providers; libp2p keeps the first twenty for two days."""
+    now = time.time()
+    own = to_libp2p(BOB.peer_id)
+    store = ProviderStore(own_key=relays_key(RUN), own=own, clock=lambda: now)
+    store.add_provider(relays_key(RUN), PeerInfo(own, []))
+    store.add_provider(b"anything", PeerInfo(own, []))
+    store.add_provider(relays_key(RUN), PeerInfo(to_libp2p(MALLORY.peer_id), [Multiaddr("/ip4/10.0.0.1/tcp/1")] * 100))
+    for number in range(100):
+        made_up = PeerInfo(to_libp2p(Identity.from_phrase(str(number)).peer_id), [])
+        store.add_provider(relays_key(RUN), made_up)
+        store.add_provider(relays_key(RunAddress(ALICE.peer_id, f"run{number}")), made_up)
+    assert len(store.get_providers(relays_key(RUN))) == dht.MAX_PROVIDERS
+    assert own in {info.peer_id for info in store.get_providers(relays_key(RUN))}
+    assert store.size() == dht.MAX_PROVIDERS + dht.MAX_PROVIDER_KEYS - 1
+    now += 1000
+    store.cleanup_expired()
+    assert store.size() == 0
+
+
+async def test_only_our_namespace_is_accepted():
+    """Attack: store under /pk or /ipns, whose validators libp2p adds by itself."""
+    with trio.fail_after(20):
+        async with running_host(ALICE) as alice, running_host(MALLORY, listens=False) as mallory:
+            server = make_dht(alice, ALICE)
+            assert server.namespaces() == ["intellect"]
+            make_dht(mallory, MALLORY, serve=False, servers=[alice])
+            for key in (b"/pk/x", b"plain", b"/ipns/x"):
+                message = Message(type=Message.MessageType.PUT_VALUE, key=key, record=make_put_record(key, b"value"))
+                with pytest.raises(RequestError):
+                    await request(mallory, alice.get_id(), message)
+            assert server.stored_values == 0
+
+
+async def test_server_refuses_forged_values():
+    """Attack: write to the wire what the own client would refuse to send."""
+    with trio.fail_after(20):
+        async with running_host(ALICE) as alice, running_host(MALLORY, listens=False) as mallory:
+            server = make_dht(alice, ALICE)
+            make_dht(mallory, MALLORY, serve=False, servers=[alice])
+            key = RELAY_KEY.encode()
+            for value in (advert(by=MALLORY), b"x" * 9000, b"", advert(valid_until_ms=1)):
+                message = Message(type=Message.MessageType.PUT_VALUE, key=key, record=make_put_record(key, value))
+                with pytest.raises(RequestError):
+                    await request(mallory, alice.get_id(), message)
+            assert server.stored_values == 0
+
+
+async def test_stale_local_copy_is_not_believed():
+    """A server that holds an old value and a peer that has a newer one: libp2p answers with the old one for a day."""
+    with trio.fail_after(20):
+        async with running_host(ALICE) as alice, running_host(BOB) as bob, running_host(CAROL) as carol:
+            first, second = make_dht(alice, ALICE), make_dht(carol, CAROL, servers=[alice])
+            writer = make_dht(bob, BOB, serve=False, servers=[alice, carol])
+            await writer.put(RELAY_KEY, advert(1))
+            assert (await second.get(RELAY_KEY)).record.sequence == 1
+            writer.bootstrap = {alice.get_id()}
+            writer.forget(carol.get_id())
+            await writer.put(RELAY_KEY, advert(2))
+            assert first.stored_values == 1
+            assert (await second.get(RELAY_KEY)).record.sequence == 2
+
+
+async def test_older_value_does_not_replace_a_newer_one():
+    """Attack: replay an old, rightly signed address."""
+    with trio.fail_after(20):
+        async with running_host(ALICE) as alice, running_host(BOB, listens=False) as bob:
+            make_dht(alice, ALICE)
+            client = make_dht(bob, BOB, serve=False, servers=[alice])
+            assert await client.put(RELAY_KEY, advert(5)) == (False, 1)
+            assert await client.put(RELAY_KEY, advert(4)) == (False, 0)
+            assert (await client.get(RELAY_KEY)).record.sequence == 5
+
+
+async def test_repeated_value_is_stored_again():
+    with trio.fail_after(20):
+        async with running_host(ALICE) as alice, running_host(BOB, listens=False) as bob:
+            make_dht(alice, ALICE)
+            client = make_dht(bob, BOB, serve=False, servers=[alice])
+            value = advert(5)
+            assert [await client.put(RELAY_KEY, value) for _ in range(2)] == [(False, 1)] * 2
+
+
+async def test_clients_are_in_no_routing_table():
+    with trio.fail_after(20):
+        async with running_host(ALICE) as alice, running_host(BOB, listens=False) as bob:
+            server = make_dht(alice, ALICE)
+            client = make_dht(bob, BOB, serve=False, servers=[alice])
+            await client.join()
+            await server.adopt()
+            assert (client.peers, server.peers) == (1, 0)
+
+
+async def test_made_up_peers_do_not_enter_the_routing_table():
+    """Attack: answer with peers that do not exist; libp2p takes them in unasked and then hands them on."""
+
+    async def lie(stream):
+        await stream.read(1000)
+        peers = [
+            Message.Peer(id=to_libp2p(Identity.from_phrase(str(number)).peer_id).to_bytes(), addrs=[nowhere])
+            for number in range(10)
+        ]
+        answer = Message(type=Message.MessageType.FIND_NODE, closerPeers=peers).SerializeToString()
+        await stream.write(bytes([len(answer) & 0x7F | 0x80, len(answer) >> 7]) + answer)
+        await stream.close()
+
+    nowhere = Multiaddr("/ip4/127.0.0.1/tcp/9").to_bytes()
+    with trio.fail_after(20):
+        async with running_host(MALLORY) as mallory, running_host(BOB, listens=False) as bob:
+            mallory.set_stream_handler(patches.KAD_PROTOCOL, lie)
+            client = make_dht(bob, BOB, serve=False, servers=[mallory])
+            assert await client.join() == 1
+            assert client.servers() == [mallory.get_id()]
+
+
+async def test_garbage_answers_are_request_errors():
+    """Attack: answer a request with noise, with nothing, or with a length of a terabyte."""
+    answers = itertools.cycle([b"\x05noise", b"", b"\xff" * 12, b"\x80\x80\x80\x80\x80\x01"])
+
+    async def babble(stream):
+        await stream.read(1000)
+        await stream.write(next(answers))
+        await stream.close()
+
+    with trio.fail_after(20):
+        async with running_host(MALLORY) as mallory, running_host(BOB, listens=False) as bob:
+            mallory.set_stream_handler(patches.KAD_PROTOCOL, babble)
+            make_dht(bob, BOB, serve=False, servers=[mallory])
+            for _ in range(4):
+                with pytest.raises(RequestError):
+                    await request(bob, mallory.get_id(), Message(type=Message.MessageType.PING))
+
+
+async def test_providers_are_found_through_a_server():
+    with trio.fail_after(20):
+        async with running_host(ALICE) as alice, running_host(BOB) as bob, running_host(CAROL, listens=False) as carol:
+            make_dht(alice, ALICE)
+            relay = make_dht(bob, BOB, servers=[alice])
+            assert await relay.provide(relays_key(RUN)) == 1
+            client = make_dht(carol, CAROL, serve=False, servers=[alice])
+            [found] = await client.providers(relays_key(RUN))
+            assert found.peer_id == bob.get_id()
+            await relay.put(RELAY_KEY, advert(7))
+            assert (await client.get_from(found, RELAY_KEY)).record.sequence == 7
+
+
+async def test_walk_is_bounded_however_many_peers_it_is_told_of():
+    """Attack: name new, closer peers for ever."""
+    numbers = itertools.count()
+
+    async def ask(known):
+        return [Known(to_libp2p(Identity.from_phrase(f"peer {next(numbers)}").peer_id)) for _ in range(20)]
+
+    with trio.fail_after(20):
+        walk = Walk(b"key", ask)
+        answered = await walk.run([Known(to_libp2p(ALICE.peer_id))])
+        assert len(answered) <= 32
+        distances = [distance(peer, b"\0" * 32) for peer in answered]
+        assert len(set(distances)) == len(answered)
+
+
+async def test_walk_ends_when_enough_have_answered():
+    asked = []
+
+    async def ask(known):
+        asked.append(known)
+        return []
+
+    with trio.fail_after(20):
+        await Walk(b"key", ask, lambda: len(asked) >= 1).run([Known(to_libp2p(who.peer_id)) for who in (ALICE, BOB)])
+        assert len(asked) <= 2

@@ -1,0 +1,235 @@
+"""CheckpointStore: publishing, resuming, installing, serving, pruning."""
+
+import os
+
+import msgspec
+import pytest
+import trio
+from shardcast_world import (
+    RUN_ID,
+    SHARD_BYTES,
+    TRAINER,
+    contents,
+    make_policy,
+    publish,
+    shard_bytes_of,
+)
+
+from p2p.shardcast.store import CheckpointStore
+from protocol.envelope import open_envelope, seal
+from protocol.errors import ChecksumError, DataDirError, MalformedError, ModelError, RefusedError
+from protocol.records import CheckpointFile, CheckpointManifest
+
+
+@pytest.fixture
+async def published(tmp_path):
+    """A trainer's store with one checkpoint, and its manifest."""
+    store = CheckpointStore(tmp_path / "trainer")
+    return store, await publish(store, make_policy(tmp_path / "policy"))
+
+
+def copy_shards(trainer, manifest, partial, shards):
+    for index in shards:
+        partial.write_shard(index, shard_bytes_of(trainer, manifest.id, index))
+
+
+async def test_publishing_keeps_the_files_in_place_and_copies_nothing(published, tmp_path):
+    store, manifest = published
+    directory = store.local_dir(manifest.id)
+    assert directory.name == f"step-000001-{manifest.id.hex()[:8]}"
+    assert contents(directory) == contents(tmp_path / "policy")
+    assert (directory / "config.json").samefile(tmp_path / "policy" / "config.json")
+    assert len(manifest.record.shards) == 8
+    stream = b"".join(body for _, body in sorted(contents(directory).items()))
+    assert b"".join(shard_bytes_of(store, manifest.id, index) for index in range(8)) == stream
+
+
+async def test_publishing_again_changes_nothing(published, tmp_path):
+    store, manifest = published
+    assert await publish(store, tmp_path / "policy") == manifest
+    again = CheckpointStore(tmp_path / "trainer")
+    assert await publish(again, tmp_path / "policy") == manifest
+    assert again.complete() == [(1, manifest.id)]
+
+
+@pytest.mark.parametrize("names", [[], ["empty"], ["a b", "x"], ["x", "X"]])
+async def test_what_is_no_policy_is_not_published(tmp_path, names):
+    source = tmp_path / "policy"
+    source.mkdir()
+    for name in names:
+        (source / name).write_bytes(b"" if name == "empty" else b"weights")
+    store = CheckpointStore(tmp_path / "trainer")
+    with pytest.raises(ModelError):
+        await publish(store, source)
+    assert list((tmp_path / "trainer").iterdir()) == []
+
+
+async def test_a_download_is_resumed_after_a_kill_without_its_verified_shards(published, tmp_path):
+    trainer, manifest = published
+    with CheckpointStore(tmp_path / "node").begin(manifest) as partial:
+        copy_shards(trainer, manifest, partial, [5, 0, 7])
+        half = partial.sink(2)
+        half.write(b"not verified")
+    reopened = CheckpointStore(tmp_path / "node")  # as after kill −9: nothing of the first store was closed
+    assert reopened.complete() == []
+    assert reopened.local_dir(manifest.id) is None
+    with reopened.begin(manifest) as partial:
+        assert partial.missing() == [1, 2, 3, 4, 6]
+        assert partial.verified_bytes == 2 * SHARD_BYTES + manifest.record.total_bytes - 7 * SHARD_BYTES
+        copy_shards(trainer, manifest, partial, partial.missing())
+        directory = await reopened.install(manifest.id)
+    assert contents(directory) == contents(trainer.local_dir(manifest.id))
+    assert CheckpointStore(tmp_path / "node").complete() == [(1, manifest.id)]
+
+
+async def test_a_truncated_partial_file_is_noticed_at_the_restart(published, tmp_path):
+    trainer, manifest = published
+    with CheckpointStore(tmp_path / "node").begin(manifest) as partial:
+        copy_shards(trainer, manifest, partial, range(4))
+        os.truncate(partial.directory / "model-1.safetensors", 5000)
+    with CheckpointStore(tmp_path / "node").begin(manifest) as partial:
+        assert partial.missing() == list(range(8))
+
+
+async def test_a_shard_counts_only_when_its_hash_holds(published, tmp_path):
+    """A relay's shard has one flipped byte, or is short, or is another shard."""
+    trainer, manifest = published
+    good = shard_bytes_of(trainer, manifest.id, 3)
+    with CheckpointStore(tmp_path / "node").begin(manifest) as partial:
+        for bad in (bytes([good[0] ^ 1]) + good[1:], good[:-1], b"", shard_bytes_of(trainer, manifest.id, 4)):
+            with pytest.raises(ChecksumError, match="shard 3"):
+                partial.write_shard(3, bad)
+        assert not partial.has(3)
+        partial.write_shard(3, good)
+        assert partial.has(3)
+
+
+async def test_a_closed_sink_writes_no_more(published, tmp_path):
+    """A fetch that was given up goes on writing while another relay's bytes are already there."""
+    trainer, manifest = published
+    with CheckpointStore(tmp_path / "node").begin(manifest) as partial:
+        late = partial.sink(0)
+        late.close()
+        partial.write_shard(0, shard_bytes_of(trainer, manifest.id, 0))
+        late.write(b"late and wrong")
+        with pytest.raises(ChecksumError, match="given up"):
+            late.commit(bytes(32))
+        copy_shards(trainer, manifest, partial, partial.missing())
+        partial.verify()
+
+
+async def test_damage_on_this_disk_is_found_before_the_install(published, tmp_path):
+    trainer, manifest = published
+    store = CheckpointStore(tmp_path / "node")
+    with store.begin(manifest) as partial:
+        copy_shards(trainer, manifest, partial, range(8))
+        with (partial.directory / "model-2.safetensors").open("r+b") as file:
+            file.write(b"damage")
+        with pytest.raises(ChecksumError, match=r"shards \[4\]"):
+            await store.install(manifest.id)
+        assert partial.missing() == [4]
+        copy_shards(trainer, manifest, partial, [4])
+        await store.install(manifest.id)
+    assert store.complete() == [(1, manifest.id)]
+
+
+async def test_a_manifest_that_contradicts_itself_is_not_installed(published, tmp_path):
+    """The trainer signs a whole-checkpoint hash that its own shards do not give."""
+    trainer, manifest = published
+    lie = msgspec.structs.replace(manifest.record, sha256=bytes(32))
+    lying = open_envelope(seal(lie, TRAINER), CheckpointManifest)
+    store = CheckpointStore(tmp_path / "node")
+    with store.begin(lying) as partial:
+        for index in range(8):
+            partial.write_shard(index, shard_bytes_of(trainer, manifest.id, index))
+        with pytest.raises(MalformedError, match="contradicts itself"):
+            await store.install(lying.id)
+
+
+async def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_allocated(tmp_path):
+    """A signed manifest promises a petabyte."""
+    record = CheckpointManifest(
+        run_id=RUN_ID,
+        step=1,
+        issued_at_ms=1,
+        shard_bytes=1 << 40,
+        files=(CheckpointFile(name="model.safetensors", size=1 << 50, sha256=bytes(32)),),
+        shards=(bytes(32),) * 1024,
+        sha256=bytes(32),
+    )
+    store = CheckpointStore(tmp_path / "node")
+    with pytest.raises(DataDirError, match="needs 1125899906842624 bytes"):
+        store.begin(open_envelope(seal(record, TRAINER), CheckpointManifest)).__enter__()
+    assert list((tmp_path / "node").iterdir()) == []
+
+
+async def test_shards_of_a_download_are_served_as_soon_as_they_are_verified(published, tmp_path):
+    trainer, manifest = published
+    store = CheckpointStore(tmp_path / "node")
+    with store.begin(manifest) as partial:
+        with pytest.raises(RefusedError) as caught:
+            shard_bytes_of(store, manifest.id, 0)
+        assert caught.value.code == "not-yet"
+        copy_shards(trainer, manifest, partial, [0])
+        assert shard_bytes_of(store, manifest.id, 0) == shard_bytes_of(trainer, manifest.id, 0)
+    for checkpoint, index in ((manifest.id, 8), (bytes(32), 0)):
+        with pytest.raises(RefusedError) as caught:
+            shard_bytes_of(store, checkpoint, index)
+        assert caught.value.code == "not-found"
+
+
+async def test_the_newest_are_kept_and_one_in_use_is_never_removed(tmp_path):
+    store = CheckpointStore(tmp_path / "trainer", keep=2)
+    first = await publish(store, make_policy(tmp_path / "policy-1"), step=1)
+    with store.lease(first.id) as directory:
+        for step in (2, 3, 4):
+            await publish(store, make_policy(tmp_path / f"policy-{step}", tag=step), step=step)
+        assert [step for step, _ in store.complete()] == [1, 3, 4]
+        assert contents(directory) == contents(tmp_path / "policy-1")
+    with store.open_shard(first.id, 0) as [(file, _, _), *_]:
+        assert store.prune() == [1]
+        assert file.read(10) == (tmp_path / "policy-1" / "config.json").read_bytes()[:10]
+    assert [step for step, _ in store.complete()] == [3, 4]
+    assert store.local_dir(first.id) is None
+    with pytest.raises(ModelError, match="not on this node"), store.lease(first.id):
+        pass
+    assert len(list((tmp_path / "trainer").iterdir())) == 2
+
+
+async def test_an_older_checkpoint_that_was_just_fetched_is_there_to_be_used(published, tmp_path):
+    trainer, old = published
+    store = CheckpointStore(tmp_path / "node", keep=1)
+    await publish(store, make_policy(tmp_path / "newer", tag=9), step=9)
+    with store.begin(old) as partial:
+        copy_shards(trainer, old, partial, range(8))
+        await store.install(old.id)
+    assert [step for step, _ in store.complete()] == [1, 9]
+
+
+async def test_an_older_download_is_cleared_away_when_a_newer_checkpoint_is_there(published, tmp_path):
+    trainer, old = published
+    store = CheckpointStore(tmp_path / "node")
+    with store.begin(old) as partial:
+        copy_shards(trainer, old, partial, [0])
+    await publish(store, make_policy(tmp_path / "newer", tag=9), step=9)
+    assert store.manifest(old.id) is None
+    assert [path.name[:5] for path in (tmp_path / "node").iterdir()] == ["step-"]
+
+
+async def test_leftovers_and_damaged_checkpoints_are_cleared_at_the_start(published, tmp_path):
+    store, manifest = published
+    root = tmp_path / "trainer"
+    (root / ".incoming-000002").mkdir()
+    (root / f"partial-{'ab' * 32}").mkdir()
+    os.truncate(store.local_dir(manifest.id) / ".manifest", 10)
+    again = CheckpointStore(root)
+    assert again.complete() == []
+    assert list(root.iterdir()) == []
+
+
+async def test_a_download_that_is_complete_already_is_not_begun(published):
+    store, manifest = published
+    with store.begin(manifest) as partial:
+        assert partial is None
+    with trio.fail_after(5):
+        assert await store.install(manifest.id) == store.local_dir(manifest.id)

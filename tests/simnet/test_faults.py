@@ -1,0 +1,35 @@
+from simnet.faults import FaultPlan
+from simnet.scenario import Fault
+
+
+def make_apply(done, *, refuse=()):
+    def apply(node, action):
+        if action in refuse:
+            return False
+        done.append((node, action))
+        return True
+
+    return apply
+
+
+def test_faults_strike_when_their_step_or_time_has_come():
+    plan = FaultPlan([Fault(node="a", action="leave", at_step=8), Fault(node="b", action="kill", at_s=5.0)])
+    done = []
+    plan.strike(make_apply(done), step=7, elapsed_s=4.9)
+    assert done == []
+    plan.strike(make_apply(done), step=7, elapsed_s=5.0)
+    assert done == [("b", "kill")]
+    plan.strike(make_apply(done), step=9, elapsed_s=5.0)
+    plan.strike(make_apply(done), step=10, elapsed_s=9.0)
+    assert done == [("b", "kill"), ("a", "leave")]
+
+
+def test_a_join_waits_until_the_node_has_left_and_holds_back_what_follows():
+    plan = FaultPlan([Fault(node="a", action=action, at_step=1) for action in ("leave", "join", "kill")])
+    done = []
+    struck = plan.strike(make_apply(done, refuse=("join",)), step=1, elapsed_s=0)
+    assert [fault.action for fault in struck] == ["leave"]
+    assert plan.will_join("a")
+    struck = plan.strike(make_apply(done), step=1, elapsed_s=0)
+    assert [fault.action for fault in struck] == ["join", "kill"]
+    assert not plan.will_join("a")

@@ -1,0 +1,197 @@
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from simnet_world import FakeCommands, peer_id, wait_for
+
+from protocol.errors import ConfigError, NodeError
+from simnet import fleet as fleet_module
+from simnet.fleet import CliCommands, Fleet, Launch, check_memory, free_ports, needed_memory_mb
+from simnet.gather import Gatherer, NodeRecord, Recording, now_ms
+from simnet.processes import ProcessTable
+from simnet.scenario import NodePlan, load_scenario, parse_scenario
+
+RECIPE = Path("recipe.toml")
+
+
+@pytest.fixture
+def scenario(small):
+    return parse_scenario(small, name="small")
+
+
+def started(scenario, tmp_path, **behaviour):
+    fleet = Fleet(scenario, tmp_path, commands=FakeCommands(**behaviour))
+    fleet.prepare(RECIPE)
+    for name in fleet.members:
+        fleet.start(name)
+    wait_for(lambda: all((member.data_dir / "status.url").exists() for member in fleet.members.values()))
+    return fleet
+
+
+def exists(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+def pids_of(member) -> list[int]:
+    return [member.process.pid, int((member.data_dir / "child.pid").read_text())]
+
+
+def test_identities_and_the_run_come_from_the_commands_last_line(scenario, tmp_path):
+    with Fleet(scenario, tmp_path, commands=FakeCommands()) as fleet:
+        fleet.prepare(RECIPE)
+        assert {name: member.peer_id for name, member in fleet.members.items()} == {
+            name: peer_id(name) for name in fleet.members
+        }
+        assert fleet.run == f"{peer_id('trainer-0')}/simnet"
+
+
+def test_leaving_the_fleet_leaves_no_process_not_even_children_in_sessions_of_their_own(scenario, tmp_path):
+    with started(scenario, tmp_path, inference_0={"orphans": True}) as fleet:
+        pids = [pid for member in fleet.members.values() for pid in pids_of(member)]
+        assert all(exists(pid) for pid in pids)
+    assert not [pid for pid in pids if exists(pid)]
+    assert all((tmp_path / "nodes" / name / "log.txt").exists() for name in fleet.members)
+
+
+def test_a_node_that_ignores_signals_is_killed(scenario, tmp_path, monkeypatch):
+    monkeypatch.setattr(fleet_module, "TERM_AFTER_S", 0.2)
+    monkeypatch.setattr(fleet_module, "END_TIMEOUT_S", 0.4)
+    with started(scenario, tmp_path, inference_0={"stubborn": True}) as fleet:
+        pids = pids_of(fleet.members["inference-0"])
+    assert not [pid for pid in pids if exists(pid)]
+    assert fleet.members["inference-0"].process.returncode == -signal.SIGKILL
+
+
+def test_a_kill_takes_the_nodes_children_with_it(scenario, tmp_path):
+    with started(scenario, tmp_path) as fleet:
+        member = fleet.members["inference-0"]
+        pids = pids_of(member)
+        assert fleet.apply("inference-0", "kill")
+        wait_for(lambda: not [pid for pid in pids if exists(pid)])
+        assert (member.process.returncode, member.ended_by) == (-signal.SIGKILL, "kill")
+
+
+def test_a_stopped_node_stands_still_until_it_continues(scenario, tmp_path):
+    with started(scenario, tmp_path) as fleet:
+        pid = fleet.members["inference-0"].process.pid
+
+        def state():
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+        fleet.apply("inference-0", "stop")
+        wait_for(lambda: state() == "T")
+        fleet.apply("inference-0", "continue")
+        wait_for(lambda: state() != "T")
+
+
+def test_a_node_leaves_and_joins_again_in_the_same_data_directory(scenario, tmp_path):
+    with started(scenario, tmp_path) as fleet:
+        member = fleet.members["inference-0"]
+        first = member.process.pid
+        assert not fleet.apply("inference-0", "join")
+        fleet.apply("inference-0", "leave")
+        wait_for(lambda: fleet.apply("inference-0", "join"))
+        assert member.process.pid != first
+        assert member.ended_by == ""
+
+
+def test_statuses_are_gathered_and_every_life_of_a_node_is_told_apart(scenario, tmp_path):
+    records = [NodeRecord(plan.name, plan.role, peer_id(plan.name), plan.cheat) for plan in scenario.nodes()]
+    recording = Recording(scenario, "run", 0, now_ms(), records)
+    with started(scenario, tmp_path) as fleet:
+        gatherer = Gatherer(fleet, recording)
+        gatherer.poll()
+        assert all(record.status and record.status.peer_id == record.peer_id for record in records)
+        fleet.apply("inference-0", "kill")
+        gatherer.poll()
+        fleet.apply("inference-0", "join")
+        wait_for(lambda: (gatherer.poll(), records[3].lives[-1].status)[1])
+        gatherer.close()
+    first, second = records[3].lives
+    assert (first.exit_code, first.ended_by, second.ended_ms) == (-signal.SIGKILL, "kill", None)
+
+
+def test_a_command_that_fails_is_told_with_what_it_printed(scenario, tmp_path):
+    class Failing(FakeCommands):
+        def create_identity(self, data_dir):
+            return [sys.executable, "-c", "import sys; sys.exit('no room for a key')"]
+
+    with Fleet(scenario, tmp_path, commands=Failing()) as fleet, pytest.raises(NodeError, match="no room for a key"):
+        fleet.prepare(RECIPE)
+
+
+def test_an_identity_that_is_none_is_refused(scenario, tmp_path):
+    class Odd(FakeCommands):
+        def create_identity(self, data_dir):
+            return [sys.executable, "-c", "print('hello')"]
+
+    with Fleet(scenario, tmp_path, commands=Odd()) as fleet, pytest.raises(NodeError, match="it printed 'hello'"):
+        fleet.prepare(RECIPE)
+
+
+def test_settings_of_the_caller_do_not_reach_the_nodes(scenario, tmp_path, monkeypatch):
+    monkeypatch.setenv("INTELLECT_STATUS_PORT", "1")
+    with started(scenario, tmp_path) as fleet:
+        environ = Path(f"/proc/{fleet.members['inference-0'].process.pid}/environ").read_bytes().split(b"\0")
+    assert b"OMP_NUM_THREADS=1" in environ
+    assert not [line for line in environ if line.startswith(b"INTELLECT_")]
+
+
+def test_a_nice_node_runs_at_its_level(small, tmp_path):
+    small["fleet"][3]["nice"] = 7
+    with started(parse_scenario(small, name="small"), tmp_path) as fleet:
+        assert os.getpriority(os.PRIO_PROCESS, fleet.members["inference-0"].process.pid) == 7
+
+
+def launch(tmp_path: Path) -> Launch:
+    return Launch(tmp_path, "12D3KooW/demo", ("/ip4/127.0.0.1/tcp/1/p2p/12D3",), p2p_port=2, http_port=3, seed=4)
+
+
+def plan(role: str, cheat: str | None = None) -> NodePlan:
+    return NodePlan(name="x-0", role=role, cheat=cheat, threads=1, nice=0, absent=False)
+
+
+def test_only_relays_listen_and_only_relays_and_the_trainer_serve_http(tmp_path):
+    lines = {role: CliCommands().start(plan(role), launch(tmp_path)) for role in ("relay", "trainer", "validator")}
+    assert "--listen" in lines["relay"]
+    assert "--listen" not in lines["trainer"]
+    assert "--http-port" in lines["trainer"]
+    assert "--http-port" not in lines["validator"]
+
+
+def test_a_cheat_is_started_through_the_zoo_with_the_flags_of_an_inference_node(tmp_path):
+    honest = CliCommands().start(plan("inference"), launch(tmp_path))
+    cheat = CliCommands().start(plan("inference", "wrong-model"), launch(tmp_path))
+    assert honest[:6] == [sys.executable, "-P", "-m", "cli", "--role", "inference"]
+    assert cheat[:7] == [sys.executable, "-P", "-m", "simnet.zoo", "wrong-model", "--cheat-seed", "4"]
+    assert honest[6:] == cheat[7:]
+
+
+def test_a_machine_without_room_is_told_the_estimate():
+    scenario = load_scenario("demo")
+    needed = needed_memory_mb(scenario)
+    check_memory(scenario, needed)
+    check_memory(scenario, None)
+    with pytest.raises(ConfigError, match=rf"about {needed} MB .* for 8 nodes; 100 MB are free"):
+        check_memory(scenario, 100)
+
+
+def test_free_ports_differ():
+    assert len(set(free_ports(50))) == 50
+
+
+def test_a_process_table_knows_grandchildren():
+    code = "import subprocess,sys; print(subprocess.Popen(['sleep','60']).pid, flush=True); sys.stdin.read()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        grandchild = int(child.stdout.readline())
+        table = ProcessTable()
+        assert {child.pid, grandchild} <= {key.pid for key in table.descendants(os.getpid())}
+        assert table.alive(table.descendants(child.pid)) == table.descendants(child.pid)
+    finally:
+        os.kill(grandchild, signal.SIGKILL)
+        child.communicate()

@@ -1,0 +1,83 @@
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simnet_world import peer_id
+
+from simnet import gather
+from simnet.gather import extend_timeline, parse_status
+
+
+def test_a_status_keeps_what_is_known_and_ignores_the_rest():
+    page = {"peer_id": "x", "pid": 1, "state": "working", "software": "y", "details": {"wait_s": 2, "new": [1]}}
+    status = parse_status(json.dumps(page).encode())
+    assert status is not None
+    assert status.details.wait_s == 2
+
+
+@pytest.mark.parametrize("page", [b"", b"[]", b"{}", b'{"pid": "x"}', b"\xff", b"[" * 100_000])
+def test_a_page_of_another_form_is_no_status(page):
+    assert parse_status(page) is None
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_give_a_status_or_none(data):
+    parse_status(data)
+
+
+def test_a_timeline_grows_by_what_is_new_and_stays_bounded(monkeypatch):
+    monkeypatch.setattr(gather, "MAX_SEGMENTS", 3)
+    timeline = [(1, "working", "a"), (2, "waiting", "b")]
+    extend_timeline(timeline, [(2, "waiting", "b"), (3, "working", "c"), (4, "waiting", "d")])
+    assert timeline == [(2, "waiting", "b"), (3, "working", "c"), (4, "waiting", "d")]
+
+
+class Endless(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        try:
+            while True:
+                self.wfile.write(b" " * 65536)
+        except OSError:
+            return
+
+    def log_message(self, *_):
+        return
+
+
+def test_an_endless_status_is_given_up():
+    """Attack: a node answers its status page without end, to fill the simulation's memory."""
+    server = HTTPServer(("127.0.0.1", 0), Endless)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        with pytest.raises(ValueError, match="too large or comes too slowly"):
+            gather._fetch(f"http://127.0.0.1:{server.server_port}/status")
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.mark.parametrize("url", ["http://example.org/status", "file:///etc/passwd", "https://127.0.0.1/status", ""])
+def test_only_loopback_pages_are_read(url: str):
+    """Attack: a node writes another address to its status.url, to have the simulation ask there."""
+    with pytest.raises(ValueError, match="not a loopback"):
+        gather._fetch(url)
+
+
+def test_a_final_status_that_is_too_large_is_left_alone(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(gather, "MAX_STATUS_BYTES", 10)
+    path = tmp_path / "status-final.json"
+    path.write_text(json.dumps({"peer_id": peer_id("a"), "pid": 1, "state": "finished"}))
+    assert gather._read_final(path) is None
+
+
+def test_counts_are_the_ledgers(recording):
+    assert (recording.accepted, recording.rejected) == (40, {"toploc: exponent mismatches": 2})
+    assert recording.step == 20

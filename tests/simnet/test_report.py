@@ -1,0 +1,192 @@
+import html.parser
+import json
+import re
+
+import pytest
+from simnet_world import peer_id
+
+from simnet.gather import Contributor, RelaySeen
+from simnet.report import build_report, write_report
+from simnet.scenario import Expect
+
+HOSTILE = "</td><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e&\"'"
+
+
+def expecting(recording, **expect):
+    recording.scenario = type(recording.scenario)(
+        **{name: getattr(recording.scenario, name) for name in recording.scenario.__struct_fields__}
+        | {"expect": Expect(**expect)}
+    )
+    return build_report(recording)
+
+
+def test_the_figures_of_a_run(recording):
+    report = build_report(recording)
+    assert report.passed
+    assert (report.steps, report.total_steps, report.wall_s) == (20, 20, 100.0)
+    assert report.reward_last_tenth == pytest.approx(0.975)
+    assert report.reward_gain == pytest.approx(0.9)
+    assert (report.accepted, report.accepted_per_honest, report.honest_rejected) == (40, 40, 0)
+    assert (report.cheats, report.cheats_evicted, report.cheats_accepted) == (1, 1, 0)
+    assert report.rejected == {"toploc: exponent mismatches": 2}
+    assert report.trainer_wait_fraction == pytest.approx(0.3)
+    assert report.weights_from_relays_only
+    assert report.unexpected_exits == []
+
+
+def test_bytes_of_all_lives_of_a_relay_are_added(recording):
+    traffic = build_report(recording).bytes_by_relay["relay-0"]
+    assert (traffic.bytes_in, traffic.bytes_out) == (30, 400)
+
+
+def test_states_say_how_each_node_ended(recording):
+    states = {node.name: node.state for node in build_report(recording).nodes}
+    assert states["wrong-model-0"] == "evicted"
+    assert states["inference-0"] == "finished"
+
+
+def test_weights_from_elsewhere_are_seen(recording):
+    """Attack: a node takes its weights from another peer than a relay."""
+    status = next(node for node in recording.nodes if node.role == "inference").status
+    status.relays.append(RelaySeen(peer_id=peer_id("trainer-0"), bytes_in=1))
+    assert build_report(recording).weights_from_relays_only is False
+
+
+@pytest.mark.parametrize(
+    ("code", "ended_by", "unexpected"),
+    [
+        (1, "", True),
+        (-11, "", True),
+        (0, "leave", False),
+        (130, "leave", True),
+        (-9, "kill", False),
+        (1, "close", False),
+    ],
+)
+def test_an_exit_is_unexpected_when_nobody_asked_for_it_or_leaving_failed(recording, code, ended_by, unexpected):
+    life = next(node for node in recording.nodes if node.name == "inference-0").lives[0]
+    life.exit_code, life.ended_by = code, ended_by
+    assert bool(build_report(recording).unexpected_exits) is unexpected
+
+
+@pytest.mark.parametrize(
+    ("expect", "met"),
+    [
+        ({"reward_at_least": 0.97}, True),
+        ({"reward_at_least": 0.98}, False),
+        ({"reward_gain_at_least": 0.95}, False),
+        ({"steps_at_least": 20}, True),
+        ({"accepted_at_least": 41}, False),
+        ({"accepted_per_honest_at_least": 40}, True),
+        ({"cheats_evicted": True}, True),
+        ({"cheats_evicted": False}, False),
+        ({"cheats_accepted": 0}, True),
+        ({"honest_rejected": 0}, True),
+        ({"unexpected_exits": 0}, True),
+        ({"weights_from_relays_only": True}, True),
+        ({"trainer_wait_fraction_at_most": 0.29}, False),
+        ({}, True),
+    ],
+)
+def test_each_expectation_decides(recording, expect, met):
+    report = expecting(recording, **expect)
+    assert report.passed is met
+    assert [expectation.met for expectation in report.expectations] == [met] * len(expect)
+
+
+@pytest.mark.parametrize("name", Expect.__struct_fields__)
+def test_every_expectation_has_a_rule_and_none_holds_of_a_run_that_never_began(recording, name):
+    recording.nodes = []
+    goal = {"cheats_evicted": True, "weights_from_relays_only": True}.get(name, 0 if name.endswith("ed") else 1)
+    (expectation,) = expecting(recording, **{name: goal}).expectations
+    assert expectation.met == (name in ("cheats_accepted", "honest_rejected", "unexpected_exits"))
+
+
+def test_a_run_that_did_not_come_to_its_end_has_not_passed(recording):
+    recording.outcome = "timeout"
+    assert not expecting(recording).passed
+
+
+def test_the_files_hold_the_report(recording, tmp_path):
+    report, path = write_report(recording, tmp_path)
+    written = json.loads(path.read_text())
+    assert written["reward"] == report.reward
+    assert written["expectations"][0] == {"name": "reward_at_least", "goal": "≥ 0.8", "value": "0.975", "met": True}
+    page = (tmp_path / "report.html").read_text()
+    for text in ("A small run", "passed", "Mean reward by step", "relay-0: kill at step 10", "inference-0", "evicted"):
+        assert text in page
+
+
+def test_the_page_is_whole_and_fetches_nothing(recording, tmp_path):
+    write_report(recording, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "<script" not in page
+    assert not re.search(r"(src|href)=\"?(https?:)?//", page)
+    assert not re.search(r"@import|url\(", page)
+    assert "default-src 'none'" in page
+    assert "prefers-color-scheme: dark" in page
+    assert "width=device-width" in page
+    assert not re.search(r"\$[a-z]", page)
+    check = Balance()
+    check.feed(page)
+    assert check.open == []
+
+
+def test_hostile_text_stays_text(recording, tmp_path):
+    """Attack: a contributor hands in markup and control characters wherever a node's words are shown."""
+    recording.run = HOSTILE
+    recording.problem = HOSTILE
+    trainer = recording.trainer
+    trainer.verdicts[1].reason = trainer.verdicts[1].outcome = trainer.verdicts[1].submission = HOSTILE
+    trainer.verdicts[1].contributor = HOSTILE
+    trainer.contributors[1].rejected = {HOSTILE: 3}
+    trainer.contributors[1].standing = HOSTILE
+    for node in recording.nodes:
+        node.timeline = [(at, kind, HOSTILE) for at, kind, _ in node.timeline]
+    write_report(recording, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "<script" not in page
+    assert "<img" not in page
+    assert "\x1b" not in page
+    assert "\u202e" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_a_flood_of_words_does_not_make_a_flood_of_page(recording, tmp_path):
+    """Attack: a node switches between states a thousand times a second, with the longest words it may use."""
+    start = recording.started_ms
+    for node in recording.nodes:
+        node.timeline = [(start + i, ("working", "waiting")[i % 2], "w" * 300) for i in range(20_000)]
+    recording.trainer.contributors = [Contributor(peer_id=str(i), rejected={"r" * 5000: 1}) for i in range(3)]
+    write_report(recording, tmp_path)
+    assert (tmp_path / "report.html").stat().st_size < 1_000_000
+
+
+def test_an_empty_recording_still_gives_a_report(recording, tmp_path):
+    for node in recording.nodes:
+        node.lives, node.timeline = [], []
+    recording.samples, recording.faults, recording.run, recording.outcome = [], [], "", "failed"
+    report, _ = write_report(recording, tmp_path)
+    assert (report.steps, report.reward_last_tenth, report.passed) == (0, None, False)
+    assert "No step was trained" in (tmp_path / "report.html").read_text()
+
+
+class Balance(html.parser.HTMLParser):
+    """Which elements are open at the end."""
+
+    VOID = ("meta", "br", "path", "!doctype")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        return
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag

@@ -1,0 +1,178 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from simnet_world import FakeCommands, wait_for
+
+from protocol.errors import ConfigError
+from simnet import fleet, run_scenario, runner
+
+SCENARIO = """
+[run]
+recipe = "demo"
+overrides = { batch = { total_steps = 7 } }
+[[fleet]]
+role = "trainer"
+[[fleet]]
+role = "relay"
+[[fleet]]
+role = "validator"
+[[fleet]]
+role = "inference"
+[[fleet]]
+role = "inference"
+cheat = "wrong-model"
+[until]
+timeout_s = 60
+[expect]
+cheats_evicted = true
+honest_rejected = 0
+"""
+
+GOOD = {
+    "total_steps": 8,
+    "contributors": [
+        {"name": "inference-0", "accepted": 5},
+        {"name": "wrong-model-0", "accepted": 0, "rejected": {"toploc": 1}, "standing": "evicted"},
+    ],
+}
+BAD = {**GOOD, "contributors": [{"name": "inference-0", "accepted": 5, "rejected": {"late": 2}}]}
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch):
+    monkeypatch.setattr(runner, "ROUND_S", 0.1)
+    monkeypatch.setattr(runner, "FINISH_GRACE_S", 0.5)
+    monkeypatch.setattr(fleet, "TERM_AFTER_S", 2.0)
+    monkeypatch.setattr(fleet, "END_TIMEOUT_S", 3.0)
+
+
+@pytest.fixture
+def scenario(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(SCENARIO)
+    return path
+
+
+def run(scenario: Path, tmp_path: Path, *, overrides=None, **behaviour) -> tuple[int, dict]:
+    code = run_scenario(scenario, tmp_path / "out", live=False, overrides=overrides, commands=FakeCommands(**behaviour))
+    return code, json.loads((tmp_path / "out" / "report.json").read_text())
+
+
+def test_met_expectations_end_with_0_and_the_reports_path_as_the_last_line(scenario, tmp_path, capfd):
+    code, report = run(scenario, tmp_path, trainer_0=GOOD)
+    assert code == 0
+    assert report["outcome"] == "finished"
+    assert report["steps"] == 8
+    assert report["bytes_by_relay"]["relay-0"] == {"bytes_in": 2000, "bytes_out": 7000}
+    assert [node["starts"] for node in report["nodes"]] == [1] * 5
+    assert capfd.readouterr().out.splitlines()[-1] == str(tmp_path / "out" / "report.json")
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_an_unmet_expectation_ends_with_1(scenario, tmp_path, capfd):
+    code, report = run(scenario, tmp_path, trainer_0=BAD)
+    assert code == 1
+    assert [expectation["met"] for expectation in report["expectations"]] == [False, False]
+    assert "NOT MET  honest_rejected ≤ 0 (found 2)" in capfd.readouterr().out
+
+
+def test_faults_strike_while_it_runs(scenario, tmp_path):
+    faults = [
+        {"node": "inference-0", "action": "leave", "at_step": 3},
+        {"node": "inference-0", "action": "join", "at_step": 6},
+    ]
+    changes = {"fault": faults, "until": {"step": 30}, "expect": {"cheats_evicted": None}}
+    code, report = run(scenario, tmp_path, overrides=changes)
+    assert (code, report["outcome"]) == (0, "reached")
+    assert [(fault["node"], fault["action"]) for fault in report["faults"]] == [
+        ("inference-0", "leave"),
+        ("inference-0", "join"),
+    ]
+    assert {node["name"]: node["starts"] for node in report["nodes"]}["inference-0"] == 2
+    assert report["unexpected_exits"] == []
+
+
+def test_a_trainer_may_crash_and_come_back(scenario, tmp_path):
+    faults = [
+        {"node": "trainer-0", "action": "kill", "at_s": 0.5},
+        {"node": "trainer-0", "action": "join", "at_s": 1.0},
+    ]
+    code, report = run(scenario, tmp_path, overrides={"fault": faults}, trainer_0={**GOOD, "total_steps": 20})
+    assert (code, report["outcome"]) == (0, "finished")
+
+
+def test_a_trainer_that_ends_on_its_own_ends_the_simulation_with_its_last_words(scenario, tmp_path, capfd):
+    code, report = run(scenario, tmp_path, trainer_0={"exit_code": 3})
+    assert (code, report["outcome"]) == (1, "failed")
+    assert "the disk is on fire" in report["problem"]
+    assert "the disk is on fire" in capfd.readouterr().out
+
+
+def test_a_first_relay_that_cannot_start_is_told_with_its_last_words(scenario, tmp_path):
+    code, report = run(scenario, tmp_path, relay_0={"exit_code": 1})
+    assert (code, report["outcome"]) == (1, "failed")
+    assert "relay-0 ended as it started" in report["problem"]
+
+
+def test_time_that_runs_out_is_a_failure_unless_only_the_time_counts(scenario, tmp_path):
+    changes = {"until": {"timeout_s": 1.0}, "expect": {"cheats_evicted": None}}
+    code, report = run(scenario, tmp_path / "a", overrides=changes)
+    assert (code, report["outcome"]) == (1, "timeout")
+    changes["until"]["finished"] = False
+    code, report = run(scenario, tmp_path / "b", overrides=changes)
+    assert (code, report["outcome"]) == (0, "reached")
+
+
+def test_a_node_that_crashes_unasked_is_named(scenario, tmp_path):
+    _, report = run(scenario, tmp_path, trainer_0={**GOOD, "total_steps": 15}, validator_0={"crash_at": 3})
+    assert report["unexpected_exits"] == ["validator-0 ended with exit code 9"]
+
+
+def test_the_recipe_is_written_with_the_overrides_and_the_seed(scenario, tmp_path):
+    run_scenario(scenario, tmp_path / "out", seed=42, live=False, commands=FakeCommands(trainer_0=GOOD))
+    recipe = (tmp_path / "out" / "recipe.toml").read_text()
+    assert '"total_steps" = 7' in recipe
+    assert '"seed" = 42' in recipe
+
+
+def test_an_override_that_the_recipe_does_not_know_is_refused_before_anything_starts(scenario, tmp_path):
+    changes = {"run": {"overrides": {"batch": {"total_step": 3}}}}
+    with pytest.raises(ConfigError, match=r"unknown key 'batch\.total_step'"):
+        run_scenario(scenario, tmp_path / "out", live=False, overrides=changes, commands=FakeCommands())
+    assert not (tmp_path / "out" / "nodes").exists()
+
+
+def test_an_earlier_simulation_is_never_overwritten(scenario, tmp_path):
+    run(scenario, tmp_path, trainer_0=GOOD)
+    with pytest.raises(ConfigError, match="holds an earlier simulation"):
+        run(scenario, tmp_path, trainer_0=GOOD)
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {here!r})
+from simnet_world import FakeCommands
+from simnet import run_scenario
+sys.exit(run_scenario({scenario!r}, {out!r}, live=False, commands=FakeCommands()))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_every_process_and_leaves_a_report(scenario, tmp_path, number):
+    out = tmp_path / "out"
+    script = SCRIPT.format(here=str(Path(__file__).parent), scenario=str(scenario), out=str(out))
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: len(list(out.glob("nodes/*/data/status.url"))) == 5)
+        os.kill(process.pid, number)
+        stdout, _ = process.communicate(timeout=30)
+    assert process.returncode == runner.EXIT_INTERRUPTED
+    assert stdout.splitlines()[-1] == str(out / "report.json")
+    assert json.loads((out / "report.json").read_text())["outcome"] == "interrupted"
+    children = [int(path.read_text()) for path in out.glob("nodes/*/data/child.pid")]
+    assert len(children) == 5
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]

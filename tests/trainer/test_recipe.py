@@ -1,0 +1,94 @@
+"""Recipes: what is unknown, missing or contradictory is refused by name."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.errors import ConfigError
+from trainer.recipe import RECIPES_DIR, load_recipe, parse_recipe, recipe_names
+
+DEMO = (RECIPES_DIR / "demo.toml").read_text()
+
+
+def demo_with(old: str, new: str) -> bytes:
+    assert old in DEMO
+    return DEMO.replace(old, new, 1).encode()
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_shipped_recipes_load(name):
+    recipe = load_recipe(name)
+    assert recipe.rollouts_per_submission * recipe.rollout.max_submissions_per_step >= recipe.rollouts_per_submission
+    assert recipe.keep_checkpoints > recipe.batch.max_staleness
+
+
+def test_a_recipe_is_loaded_by_path(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_bytes(demo_with("total_steps = 40", "total_steps = 7"))
+    assert load_recipe(path).batch.total_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key", "nearest"),
+    [
+        ("learning_rate", "learnng_rate", "optimiser.learnng_rate", "optimiser.learning_rate"),
+        ("[loss]", "[los]", "los", "loss"),
+        ("group_size", "groupsize", "rollout.groupsize", "rollout.group_size"),
+        ("quorum", "quorums", "quorums", "quorum"),
+        ("epsilon", "zzz", "loss.zzz", "loss.epsilon"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(old, new, key, nearest):
+    with pytest.raises(ConfigError) as caught:
+        parse_recipe(demo_with(old, new), origin="mine.toml")
+    assert caught.value.message == f"mine.toml: unknown key {key!r}"
+    assert nearest in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("group_size = 8", "group_size = 1", "rollout.group_size"),
+        ("temperature = 1.0", 'temperature = "hot"', "rollout.temperature"),
+        ("total_steps = 40", "", "missing required field `total_steps` at `batch`"),
+        ("delta = 4.0", "delta = 0.5", "loss.delta"),
+        ("delta = 4.0", "delta = nan", "loss.delta"),
+        ('old_logprobs = "worker"', 'old_logprobs = "mine"', "loss.old_logprobs"),
+        ('old_logprobs = "worker"', "importance_cap = 2.0", "importance_cap needs"),
+        ("rollouts_per_step = 256", "rollouts_per_step = 250", "not a multiple of the 32 rollouts"),
+        ("rollouts_per_step = 256", "rollouts_per_step = 0", "batch.rollouts_per_step"),
+        ("updates_per_step = 2", "updates_per_step = 300", "updates_per_step is larger"),
+        ("[loss]", "[loss", "not valid TOML"),
+        ("[optimiser]", "optimiser = 3\n[rollouts]", "unknown key|optimiser"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(old, new, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_recipe(demo_with(old, new), origin="mine.toml")
+
+
+@pytest.mark.parametrize("source", ["dem", "no/such/file.toml", ""])
+def test_a_missing_recipe_lists_the_shipped_ones(source):
+    with pytest.raises(ConfigError, match="demo"):
+        load_recipe(source)
+
+
+@given(st.one_of(st.binary(max_size=300), st.text(max_size=300).map(lambda text: text.encode("utf-8", "replace"))))
+def test_any_bytes_give_a_recipe_or_a_config_error(data):
+    with pytest.raises(ConfigError):
+        parse_recipe(data)
+
+
+@pytest.mark.parametrize("data", [b"x" * 100_000, b"a=" + b"[" * 16_000, b"a" + b".a" * 50_000 + b"=1"])
+def test_huge_and_deep_files_are_config_errors(data):
+    """Attack: a file that exhausts the parser's stack or memory."""
+    with pytest.raises(ConfigError):
+        parse_recipe(data)
+
+
+def test_reading_a_recipe_does_not_import_torch():
+    code = "import sys; from trainer.recipe import load_recipe; load_recipe('demo'); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
