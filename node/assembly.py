@@ -286,13 +286,19 @@ async def _feeds(
 
 
 async def _compute(node: Node, services: trio.Nursery, module: str, args: Sequence[str] = ()) -> ComputeProcess:
+    config = node.config
+    settings = {
+        "INTELLECT_THREADS": str(config.threads),
+        "INTELLECT_DTYPE": config.dtype,
+        "INTELLECT_DEVICE": config.device,
+    }
     compute = ComputeProcess(
         module,
         name=f"{node.config.role} compute",
         log_path=node.path("compute.log"),
         args=args,
-        env={"INTELLECT_THREADS": str(node.config.threads), "INTELLECT_DTYPE": node.config.dtype},
-        threads=node.config.threads,
+        env=settings,
+        threads=config.threads,
     )
     await services.start(compute.run)
     return compute

@@ -260,7 +260,8 @@ class HttpServer:
         sock = await trio.to_thread.run_sync(listening_socket, self._host, self._port)
         address = BoundAddress(*sock.getsockname()[:2])
         try:
-            listener, runner = await self._aio.run(self._start, sock)
+            with trio.CancelScope(shield=True):  # quick; a cancelled start would leave a server behind
+                listener, runner = await self._aio.run(self._start, sock)
         except BaseException:
             sock.close()
             raise
@@ -423,7 +424,7 @@ class HttpClient:
     followed.
     """
 
-    def __init__(self, aio: AioThread, *, connections_per_host: int = 8, user_agent: str = "intellect-node") -> None:
+    def __init__(self, aio: AioThread, *, connections_per_host: int = 16, user_agent: str = "intellect-node") -> None:
         self._aio = aio
         self._connections_per_host = connections_per_host
         self._user_agent = user_agent
@@ -530,7 +531,7 @@ class HttpClient:
 
     async def _open(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=64, limit_per_host=self._connections_per_host, keepalive_timeout=15),
+            connector=aiohttp.TCPConnector(limit=128, limit_per_host=self._connections_per_host, keepalive_timeout=15),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"User-Agent": self._user_agent, "Accept-Encoding": "identity"},
             auto_decompress=False,
@@ -681,12 +682,22 @@ async def _drain(response: aiohttp.ClientResponse, sink: Sink, expected_bytes: i
         if received > expected_bytes:
             raise RelayError(f"{_host(str(response.url))} sent more than the {expected_bytes} bytes that were signed")
         if len(piece) >= PIECE_BYTES:
-            await asyncio.to_thread(_consume, digest.update, sink, bytes(piece))
+            await _in_thread(_consume, digest.update, sink, bytes(piece))
             piece.clear()
     if received != expected_bytes:
         raise RelayError(f"{_host(str(response.url))} sent {received} of {expected_bytes} bytes")
-    await asyncio.to_thread(_consume, digest.update, sink, bytes(piece))
+    await _in_thread(_consume, digest.update, sink, bytes(piece))
     return digest.digest()
+
+
+async def _in_thread(function: Callable[..., None], *args: Any) -> None:
+    """Call in a worker thread; even a cancelled caller goes on only when the call has ended, so nothing writes late."""
+    call = asyncio.get_running_loop().run_in_executor(None, function, *args)
+    try:
+        await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait([call])
+        raise
 
 
 def _consume(update: Sink, sink: Sink, piece: bytes) -> None:

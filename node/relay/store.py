@@ -85,6 +85,7 @@ class RelayStore:
         self._incoming = directory / "incoming"
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
+        self._count_lock = threading.Lock()  # never held over a disk access, so event loops may take it
         self._reserved = 0
         with self._errors():
             for each in (self._files, self._incoming):
@@ -133,7 +134,7 @@ class RelayStore:
             with Upload(submission, self._incoming, self._keep) as upload:
                 yield upload
         finally:
-            with self._lock:
+            with self._count_lock:
                 self._reserved -= size
 
     def open_file(self, submission_id: bytes) -> BinaryIO:
@@ -158,7 +159,7 @@ class RelayStore:
             for submission_id, _ in old:
                 self._path(submission_id).unlink(missing_ok=True)
             self._db.execute("UPDATE feed SET file_bytes = 0 WHERE file_bytes > 0 AND step < ?", (before_step,))
-            self._file_bytes -= sum(size for _, size in old)
+            self._charge(file_bytes=-sum(size for _, size in old))
         return len(old)
 
     # Verdicts and the feed.
@@ -177,7 +178,7 @@ class RelayStore:
         try:
             with self._lock, self._errors():
                 self.last_seq = self._db.execute(query, values).lastrowid or self.last_seq
-                self._verdicts += 1
+                self._charge(verdicts=1)
         except sqlite3.IntegrityError as error:
             if self._one("SELECT 1 FROM feed WHERE id = ?", verdict.id):
                 return
@@ -199,7 +200,7 @@ class RelayStore:
             return _bounded(self._db.execute(query + " ORDER BY seq LIMIT ?", values))
 
     def stats(self) -> StoreStats:
-        with self._lock:
+        with self._count_lock:
             return StoreStats(self._submissions, self._verdicts, self._file_bytes)
 
     def _keep(self, upload: Upload, make_receipt: Callable[[], bytes]) -> bytes:
@@ -227,18 +228,23 @@ class RelayStore:
                 (submission.id, author, author, record.step, record.index, record.size, submission.data, receipt),
             )
             self.last_seq = inserted.lastrowid or self.last_seq
-            self._submissions += 1
-            self._file_bytes += record.size
+            self._charge(submissions=1, file_bytes=record.size)
         return receipt
 
     def _reserve(self, size: int) -> None:
-        with self._lock, self._errors():
-            used = self._file_bytes + (self._submissions + self._verdicts) * ROW_BYTES
+        with self._errors():
             free = shutil.disk_usage(self._directory).free - FREE_DISK_BYTES
-            room = min(self._max_bytes - used, free) - self._reserved
-            if size + ROW_BYTES > room:
+        with self._count_lock:
+            used = self._file_bytes + (self._submissions + self._verdicts) * ROW_BYTES
+            if size + ROW_BYTES > min(self._max_bytes - used, free) - self._reserved:
                 raise _disk_full(f"this relay has no room for {size} bytes")
             self._reserved += size
+
+    def _charge(self, *, submissions: int = 0, verdicts: int = 0, file_bytes: int = 0) -> None:
+        with self._count_lock:
+            self._submissions += submissions
+            self._verdicts += verdicts
+            self._file_bytes += file_bytes
 
     def _path(self, submission_id: bytes) -> Path:
         return self._files / submission_id.hex()

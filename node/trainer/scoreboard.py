@@ -11,7 +11,8 @@ from protocol.identity import PeerId
 from protocol.ledger import LedgerState
 from protocol.records import Trained, Verdict
 
-KEPT_VERDICTS = 500
+KEPT_VERDICTS = 250
+"""Of those that accept, and of the others."""
 
 
 class Scoreboard:
@@ -22,20 +23,26 @@ class Scoreboard:
         self._board = board
         self._wait_s = 0.0
         self._train_s = 0.0
-        self._verdicts: deque[dict[str, Any]] = deque(maxlen=KEPT_VERDICTS)
+        self._accepts: deque[dict[str, Any]] = deque(maxlen=KEPT_VERDICTS)
+        self._others: deque[dict[str, Any]] = deque(maxlen=KEPT_VERDICTS)
 
     def restore(self) -> None:
         """Fill in what the ledger remembers from before a restart."""
         for submission in self._state.submissions.values():
             for verdict in submission.verdicts.values():
-                self._verdicts.append(_verdict_row(verdict))
+                self._keep(verdict)
         self._board.details(total_steps=self._state.manifest.batch.total_steps)
         self._show_rewards()
         self._show_contributors()
 
     def verdict(self, verdict: Signed[Verdict]) -> None:
-        self._verdicts.append(_verdict_row(verdict))
+        self._keep(verdict)
         self._show_contributors()
+
+    def _keep(self, verdict: Signed[Verdict]) -> None:
+        """Rejections stay when many acceptances follow."""
+        rows = self._accepts if verdict.record.outcome == "accept" else self._others
+        rows.append(_verdict_row(verdict))
 
     def gathered(self, step: int, have: int, wanted: int) -> None:
         self._board.details(gathering={"step": step, "submissions": have, "wanted": wanted})
@@ -68,7 +75,7 @@ class Scoreboard:
         self._board.update(accepted=sum(row["accepted"] for row in rows), rejected=rejected)
         self._board.details(
             contributors=rows,
-            verdicts=list(self._verdicts),
+            verdicts=[*self._others, *self._accepts],
             stale=self._state.stale(len(self._state.trained)),
             unused=len(self._state.usable(len(self._state.batches))),
         )

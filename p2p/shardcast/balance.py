@@ -23,7 +23,7 @@ MIN_SHARE: Final = 0.02
 """Least weight of a relay relative to the best one: slow relays are still sampled, so that they can get better."""
 FIRST_PAUSE_S: Final = 0.2
 LONGEST_PAUSE_S: Final = 10.0
-MISDEED_PAUSE_S: Final = 300.0
+MISDEED_PAUSE_S: Final = 60.0
 
 
 @dataclass

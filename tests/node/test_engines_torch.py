@@ -130,7 +130,7 @@ def test_patterns_are_the_protocol_s(model, engine):
 
 
 def test_threads_change_no_token(model_dir, engine):
-    requests = make_requests(16)
+    requests = make_requests(6)
     one = engine.generate(requests, SAMPLING)
     before = torch.get_num_threads()
     torch.set_num_threads(2)

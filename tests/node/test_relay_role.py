@@ -140,7 +140,7 @@ async def test_relay_keeps_up_with_the_trainer_and_ends_with_the_run(border: Bor
             await until(lambda: parts.checkpoints.complete() == [(0, checkpoint.id)])
             origin.entries = entries
             await client.post_head(head_with(checkpoint.id, 2, entries).data)
-            await until(lambda: parts.desk.ledger and parts.desk.ledger.state.length == 2)
+            await until(lambda: len(parts.desk.ledger_entries(0, 5)) == 2)
             assert [entry.data for entry in await client.ledger(0)] == entries
             await client.post_head(head_with(checkpoint.id, 3, entries, finished=True).data)
     assert parts.board.snapshot()["state"] == "finished"
@@ -167,7 +167,7 @@ async def test_false_ledger_is_not_mirrored_and_the_true_one_is_later(border: Bo
             await until(lambda: parts.checkpoints.complete())
             assert await client.ledger(0) == []
             origin.entries = [true.data]
-            await until(lambda: parts.desk.ledger and parts.desk.ledger.state.length == 1)
+            await until(lambda: parts.desk.ledger_entries(0, 5))
             assert [entry.id for entry in await client.ledger(0)] == [true.id]
             nursery.cancel_scope.cancel()
     close(parts)

@@ -75,8 +75,8 @@ def test_relay_counters_add_up(board):
 
 
 def test_a_misspelt_field_is_refused(board):
-    with pytest.raises(TypeError, match="acepted"):
-        board.update(acepted=3)
+    with pytest.raises(TypeError, match="no field accepting"):
+        board.update(accepting=3)
     with pytest.raises(ValueError, match="no such state"):
         board.state("idle", "nothing")
 

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import os
 import socket
+import threading
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -39,6 +40,34 @@ async def serving(routes, **settings):
 
 async def echo(request):
     return web.Response(body=await read_body(request, max_bytes=1000, timeout_s=2))
+
+
+async def test_a_cancelled_download_writes_nothing_any_more():
+    """The sink is busy while the download is cancelled: the caller may close its file only afterwards."""
+    busy, ended, may_end = trio.Event(), [], threading.Event()
+    token = trio.lowlevel.current_trio_token()
+
+    def sink(piece):
+        token.run_sync_soon(busy.set)
+        may_end.wait(5)
+        ended.append(len(piece))
+
+    async def give(request):
+        return web.Response(body=bytes(4 << 20))
+
+    async def release():
+        await trio.lowlevel.checkpoint()
+        may_end.set()
+
+    with trio.fail_after(10):
+        async with serving([web.get("/", give)]) as (http, url, _):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(partial(http.get_stream, url, sink, expected_bytes=4 << 20))
+                await busy.wait()
+                nursery.cancel_scope.cancel()
+                with trio.CancelScope(shield=True):
+                    await release()
+            assert len(ended) == 1
 
 
 @asynccontextmanager
