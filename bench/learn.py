@@ -1,14 +1,12 @@
-"""Does a recipe learn? Its reward by step when rollouts are some steps old, without a network.
+"""Does the demo recipe learn from stale rollouts? Its reward over the last tenth of the steps, without a network.
 
-`python -m bench.learn --recipe demo --staleness 0 1 2 --seeds 0 1 2`. Uses the built-in engine, the trainer's compute
-process in this process, and the seeds that nodes use; a run's seed stands for its run id.
+Uses the built-in engine, the trainer's compute code in this process, and the seeds that nodes use; the number of a
+seed stands for the run id.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -16,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
+from bench.harness import Result
 from environments.base import Environment
 from environments.registry import get_environment
 from node.engines.base import GenerationRequest, SamplingParams
@@ -27,6 +27,8 @@ from node.run_create import model_directory, model_spec
 from node.trainer.compute import TrainerCompute
 from protocol.seeds import prompt_seed, rollout_seed, submission_seed
 from trainer.recipe import Recipe, load_recipe
+
+SEEDS = (0, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -117,34 +119,33 @@ def learn(recipe: Recipe, state_dir: Path, *, staleness: int, seed: int) -> Curv
     return Curve(staleness, seed, [row["reward"] for row in metrics], generate_s, train_s, metrics)
 
 
-def describe(curve: Curve) -> str:
-    """One line: the reward in eight parts of the run, its end, and the CPU seconds."""
-    part = max(1, len(curve.rewards) // 8)
-    means = [sum(curve.rewards[at : at + part]) / part for at in range(0, len(curve.rewards) - part + 1, part)]
-    return (
-        f"staleness {curve.staleness} seed {curve.seed}  {' '.join(f'{mean:.3f}' for mean in means)}  "
-        f"last tenth {curve.last_tenth:.3f}  grad norm at most {max(m['grad_norm_max'] for m in curve.metrics):.1f}  "
-        f"CPU {curve.generate_s:.1f} s generating, {curve.train_s:.1f} s training"
-    )
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line of the bench."""
-    parser = argparse.ArgumentParser(prog="python -m bench.learn", description=__doc__)
-    parser.add_argument("--recipe", default="demo")
-    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(arguments)
+def bench(*, quick: bool) -> Result:
+    """Three seeds at each staleness that the recipe allows; `quick` takes one seed and few steps."""
     torch.set_num_threads(1)
-    recipe = load_recipe(options.recipe)
-    for staleness in options.staleness:
-        for seed in options.seeds:
-            with tempfile.TemporaryDirectory() as work:
-                curve = learn(recipe, Path(work), staleness=staleness, seed=seed)
-            line = {"staleness": staleness, "seed": seed, "rewards": curve.rewards, "last_tenth": curve.last_tenth}
-            print(json.dumps(line) if options.json else describe(curve), flush=True)
+    recipe = load_recipe("demo")
+    seeds = SEEDS[:1] if quick else SEEDS
+    if quick:
+        recipe = msgspec.structs.replace(recipe, batch=msgspec.structs.replace(recipe.batch, total_steps=3))
+    result = Result()
+    for staleness in range(recipe.batch.max_staleness + 1):
+        curves = []
+        for seed in seeds:
+            with tempfile.TemporaryDirectory(prefix="bench-learn-") as work:
+                curves.append(learn(recipe, Path(work), staleness=staleness, seed=seed))
+        _add_figures(result, f"staleness_{staleness}", curves)
+        if not quick:
+            result.at_least(f"staleness_{staleness}_reward_least", 0.8)
+    return result
 
 
-if __name__ == "__main__":
-    main()
+def _add_figures(result: Result, prefix: str, curves: Sequence[Curve]) -> None:
+    ends = [curve.last_tenth for curve in curves]
+    steps = sum(len(curve.rewards) for curve in curves)
+    result.figures |= {
+        f"{prefix}_reward_first": sum(curve.rewards[0] for curve in curves) / len(curves),
+        f"{prefix}_reward_mean": sum(ends) / len(ends),
+        f"{prefix}_reward_least": min(ends),
+        f"{prefix}_grad_norm_max": max(row["grad_norm_max"] for curve in curves for row in curve.metrics),
+        f"{prefix}_generate_cpu_s_per_step": sum(curve.generate_s for curve in curves) / steps,
+        f"{prefix}_train_cpu_s_per_step": sum(curve.train_s for curve in curves) / steps,
+    }

@@ -238,8 +238,16 @@ class P2PNode:
             return 0
         if provide is not None:
             await dht.provide(provide)
-        log.info("published key=%s here=%s remote=%d", key, held_here, remote)
-        return remote + held_here
+        copies = remote + held_here
+        log.log(
+            logging.INFO if copies else logging.WARNING,
+            "published key=%s here=%s remote=%d servers_known=%d",
+            key,
+            held_here,
+            remote,
+            dht.peers,
+        )
+        return copies
 
     async def _wait_to_republish(self, pause_s: float) -> None:
         """Sleep, but while servers are few not past the arrival of one, which has not got the value yet."""

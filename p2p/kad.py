@@ -34,6 +34,7 @@ MAX_VISITS: Final = 32
 MAX_CLOSER_PEERS: Final = 20
 MAX_RESPONSE_BYTES: Final = 512 * 1024
 REQUEST_TIMEOUT_S: Final = 3.0
+_HANG_UP_TIMEOUT_S: Final = 1.0
 _MAX_PEER_ID_BYTES: Final = 64
 _ADDRESS_LIFETIME_S: Final = 3600
 
@@ -57,11 +58,19 @@ async def request(host: Any, peer_id: Any, message: Any, *, addresses: Iterable[
             await dial(host, peer_id, addresses_of(host, peer_id, addresses), timeout_s=REQUEST_TIMEOUT_S)
             return await _exchange(host, peer_id, message)
     except trio.TooSlowError:
+        await _hang_up(host, peer_id)
         raise RequestError(f"no answer within {REQUEST_TIMEOUT_S:g} s") from None
     except DialError as error:
         raise RequestError(str(error)) from None
     except Exception as error:  # libp2p raises what a peer's bytes bring about: a peer's fault ends its request only
         raise RequestError(patches.cut(repr(error))) from error
+
+
+async def _hang_up(host: Any, peer_id: Any) -> None:
+    """End the connection to a silent peer: one that froze keeps its sockets, and would look connected for ever."""
+    with trio.move_on_after(_HANG_UP_TIMEOUT_S):
+        for connection in host.get_network().get_connections(peer_id):
+            await connection.close()
 
 
 async def _exchange(host: Any, peer_id: Any, message: Any) -> Any:

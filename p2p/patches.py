@@ -42,7 +42,7 @@ MAX_KAD_STREAMS: Final = 64
 MAX_KAD_STREAMS_PER_PEER: Final = 4
 KAD_STREAM_TIMEOUT_S: Final = 15.0
 QUERY_TIMEOUT_S: Final = 3
-MAX_HALF_OPEN_PER_ADDRESS: Final = 16
+MAX_HALF_OPEN_PER_ADDRESS: Final = 32
 MAX_LOG_CHARACTERS: Final = 2048
 
 _KAD_MODULES: Final = (common, kad_dht, peer_routing, provider_store, value_store)
@@ -184,7 +184,7 @@ def separate_kad_network() -> None:
 def bound_kad_messages() -> None:
     """Requests of 4 MiB are read and logged; a peer that says nothing holds a query for 10 s.
 
-    Test: test_oversized_put_is_refused.
+    Test: test_oversized_request_is_refused_unread.
     """
     for module in _KAD_MODULES:
         if hasattr(module, "MAX_DHT_MESSAGE_SIZE"):

@@ -26,6 +26,7 @@ READ_TIMEOUT_S = 1.0
 MAX_STATUS_BYTES = 8 * 2**20
 MAX_SAMPLES = 1000
 MAX_SEGMENTS = 20_000
+MAX_AGAINST = 200
 FINAL_STATUS_FILE = "status-final.json"
 
 
@@ -163,12 +164,18 @@ class Recording(Struct):
     """Why the simulation could not go on."""
     faults: list[FaultMark] = []
     samples: list[Sample] = []
+    against: list[VerdictRow] = []
+    """The first verdicts that did not accept; the trainer itself shows its newest verdicts only."""
 
     @property
     def trainer(self) -> Details:
         """The trainer's own account; empty until it was read."""
         status = next((node.status for node in self.nodes if node.role == "trainer"), None)
         return status.details if status else Details()
+
+    def evicted(self, node: NodeRecord) -> bool:
+        """Whether the ledger has a node evicted."""
+        return any(one.peer_id == node.peer_id and one.standing == "evicted" for one in self.trainer.contributors)
 
     @property
     def step(self) -> int:
@@ -196,6 +203,7 @@ class Gatherer:
         self.recording = recording
         self._fleet = fleet
         self._records = {record.name: record for record in recording.nodes}
+        self._seen_against: set[tuple[str, str]] = set()
         self._pool = ThreadPoolExecutor(max_workers=16, thread_name_prefix="status")
 
     def close(self) -> None:
@@ -233,10 +241,18 @@ class Gatherer:
 
     def _sample(self) -> None:
         recording = self.recording
+        self._keep_against(recording.trainer.verdicts)
         samples = recording.samples
         samples.append(Sample(now_ms(), recording.step, recording.accepted, sum(recording.rejected.values())))
         if len(samples) > MAX_SAMPLES:
             del samples[1:-1:2]
+
+    def _keep_against(self, verdicts: list[VerdictRow]) -> None:
+        for verdict in verdicts:
+            key = verdict.submission, verdict.reason
+            if verdict.outcome != "accept" and key not in self._seen_against and len(self._seen_against) < MAX_AGAINST:
+                self._seen_against.add(key)
+                self.recording.against.append(verdict)
 
 
 def extend_timeline(timeline: list[tuple[int, str, str]], newest: list[tuple[int, str, str]]) -> None:

@@ -172,7 +172,7 @@ def _node_table(recording: Recording) -> Table:
 
 def _node_row(node: NodeRecord, recording: Recording) -> list[Text]:
     status = node.status
-    state = (status.state if status else "starting") if node.running else _end_of(node)
+    state = (status.state if status else "starting") if node.running else _end_of(node, recording)
     since = format_seconds((now_ms() - status.since_ms) / 1000) if status and node.running else ""
     accepted, rejected = _counts(node, recording)
     return [
@@ -186,17 +186,13 @@ def _node_row(node: NodeRecord, recording: Recording) -> list[Text]:
     ]
 
 
-def _end_of(node: NodeRecord) -> str:
+def _end_of(node: NodeRecord, recording: Recording) -> str:
     if not node.lives:
         return "absent"
+    if recording.evicted(node):
+        return "evicted"
     life = node.lives[-1]
-    return {"leave": "left", "kill": "killed"}.get(life.ended_by) or (
-        "evicted" if _evicted(node) else f"exit {life.exit_code}"
-    )
-
-
-def _evicted(node: NodeRecord) -> bool:
-    return node.status is not None and node.status.state == "evicted"
+    return {"leave": "left", "kill": "killed"}.get(life.ended_by) or f"exit {life.exit_code}"
 
 
 def _counts(node: NodeRecord, recording: Recording) -> tuple[int, dict[str, int]]:

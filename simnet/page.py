@@ -229,21 +229,24 @@ def _contributors(report: Report) -> str:
             str(node.accepted),
             str(sum(node.rejected.values())),
             _reasons(node.rejected),
+            _reasons(node.refused),
         ]
         for node in report.nodes
         if node.role == "inference"
     ]
     return _table(
-        ["contributor", "standing", "accepted", "rejected", "why"], rows, none="Nobody contributed.", numeric=(2, 3)
+        ["contributor", "standing", "accepted", "rejected", "why", "relays refused"],
+        rows,
+        none="Nobody contributed.",
+        numeric=(2, 3),
     )
 
 
 def _verdicts(recording: Recording, names: dict[str, str]) -> str:
     verdicts = recording.trainer.verdicts[-MAX_VERDICTS:]
-    against = [verdict for verdict in verdicts if verdict.outcome != "accept"]
     head = ["step", "contributor", "verdict", "reward", "reason", "submission"]
     rejected = _table(
-        head, [_verdict(verdict, names) for verdict in against], none="None was rejected.", numeric=(0, 3)
+        head, [_verdict(verdict, names) for verdict in recording.against], none="None was rejected.", numeric=(0, 3)
     )
     every = _table(head, [_verdict(verdict, names) for verdict in verdicts], none="There are none.", numeric=(0, 3))
     return f"{rejected}<details><summary>The newest {len(verdicts)} verdicts</summary>{every}</details>"

@@ -36,6 +36,8 @@ class NodeSummary(Struct):
     """In the ledger; nothing for a node that never handed anything in."""
     accepted: int
     rejected: dict[str, int]
+    refused: dict[str, int]
+    """What relays did not take from it, such as rollouts that came too late: nobody judged them."""
     starts: int
     exit_code: int | None
     log: str
@@ -202,10 +204,19 @@ def _summary(node: NodeRecord, contributor: Contributor | None) -> NodeSummary:
         standing=contributor.standing if contributor else None,
         accepted=contributor.accepted if contributor else 0,
         rejected=contributor.rejected if contributor else {},
+        refused=_refused(node, contributor),
         starts=len(node.lives),
         exit_code=last.exit_code if last else None,
         log=f"nodes/{node.name}/log.txt",
     )
+
+
+def _refused(node: NodeRecord, contributor: Contributor | None) -> dict[str, int]:
+    """What the node counts itself, without what the ledger has as rejected."""
+    if node.role != "inference" or node.status is None:
+        return {}
+    judged = contributor.rejected if contributor else {}
+    return {reason: count for reason, count in node.status.rejected.items() if reason not in judged}
 
 
 def _state(life: Life | None, contributor: Contributor | None) -> str:

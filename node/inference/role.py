@@ -39,7 +39,9 @@ RESEND_AFTER_S = 60.0
 RESEND_CHECK_S = 10.0
 LAST_VERDICTS_S = 3.0
 FILES_KEPT_STEPS = 8
-RETRY_CODES = frozenset({"no-manifest", "no-head", "disk-full", "busy"})
+RETRY_CODES = frozenset(
+    {"no-manifest", "no-head", "future-step", "disk-full", "busy", "timeout", "bad-clock", "not-yet"}
+)
 """Refusals that another relay, or the same one later, may not repeat."""
 
 

@@ -39,7 +39,7 @@ BEAT_S = 2.0
 POST_TIMEOUT_S = 10.0
 TRAIN_TIMEOUT_S = 24 * 3600.0
 READ_TIMEOUT_S = 120.0
-LAST_HEAD_BEATS = 3
+END_DEADLINE_S = 20.0
 SURPLUS = 1.25
 """Collecting pauses when so many times the batch is on its way, so that nobody works for nothing."""
 
@@ -296,6 +296,16 @@ class TrainerRole:
         return seal(notice, self._p.identity)
 
     async def _tell_the_end(self) -> None:
-        for _ in range(LAST_HEAD_BEATS):
-            self._touch_head()
-            await trio.sleep(BEAT_S / 2)
+        """Stay until every relay that answers has the last head and the whole ledger, within a deadline."""
+        with trio.move_on_after(END_DEADLINE_S):
+            while True:
+                self._touch_head()
+                await trio.sleep(BEAT_S)
+                if all([await self._knows_the_end(client) for client in self._p.swarm.clients]):
+                    return
+
+    async def _knows_the_end(self, client: RelayClient) -> bool:
+        try:
+            return bool(await client.ledger(self._p.ledger.state.length - 1))
+        except (RelayError, ProtocolError):
+            return True  # gone: there is nobody to tell

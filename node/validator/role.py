@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 POLICY_DEADLINE_S = 10.0
 READ_TIMEOUT_S = 60.0
+LOAD_TIMEOUT_S = 600.0
 JUDGE_TIMEOUT_S = 1800.0
 POST_RETRY_S = 2.0
 REOPEN_S = 5.0
@@ -179,8 +180,11 @@ class ValidatorRole:
         path = await self._p.policies.fetch(checkpoint, deadline_s=POLICY_DEADLINE_S)
         if path is None:
             return False
-        await self._p.compute.call("load", timeout_s=600.0, checkpoint_dir=str(path), checkpoint_id=checkpoint)
-        self._loaded.add(checkpoint)
+        keep = self._manifest.record.batch.max_staleness + 2
+        answer = await self._p.compute.call(
+            "load", timeout_s=LOAD_TIMEOUT_S, checkpoint_dir=str(path), checkpoint_id=checkpoint, keep=keep
+        )
+        self._loaded = set(answer["held"])
         return True
 
     async def _fetch(self, client: RelayClient, submission: Signed[Submission]) -> Path | None:

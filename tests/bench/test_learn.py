@@ -4,7 +4,7 @@ import msgspec
 import pytest
 import torch
 
-from bench.learn import describe, learn
+from bench.learn import bench, learn
 from trainer.recipe import load_recipe
 
 
@@ -21,7 +21,11 @@ def test_a_curve_has_a_reward_for_each_step_and_is_the_same_again(tmp_path):
     assert len(first.rewards) == 3
     assert first.rewards == second.rewards
     assert [row["staleness"] for row in first.metrics] == [0, 1, 1]
-    assert "staleness 1 seed 0" in describe(first)
+
+
+def test_the_quick_bench_gives_figures_for_each_staleness():
+    figures = bench(quick=True).figures
+    assert {f"staleness_{staleness}_reward_least" for staleness in range(3)} < figures.keys()
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ from libp2p.records.record import make_put_record
 from multiaddr import Multiaddr
 from p2p_world import ALICE, BOB, CAROL, MALLORY, RUN, advert, now_ms, pointer, running_host
 
-from p2p import dht, patches
+from p2p import dht, kad, patches
 from p2p.dht import ProviderStore, RecordValidator, RunDHT, ValueStore, relay_key, relays_key, run_key
 from p2p.host import to_libp2p
 from p2p.kad import Known, RequestError, Walk, distance, request
@@ -290,6 +290,24 @@ async def test_garbage_answers_are_request_errors():
             for _ in range(4):
                 with pytest.raises(RequestError):
                     await request(bob, mallory.get_id(), Message(type=Message.MessageType.PING))
+
+
+async def test_silent_peer_costs_one_timeout(monkeypatch):
+    """Attack: accept requests and never answer; the connection is ended and the peer leaves the routing table."""
+
+    async def stall(stream):
+        await trio.sleep_forever()
+
+    with trio.fail_after(20):
+        async with running_host(MALLORY) as mallory, running_host(BOB, listens=False) as bob:
+            make_dht(mallory, MALLORY)
+            client = make_dht(bob, BOB, serve=False, servers=[mallory])
+            assert await client.join() == 1
+            mallory.set_stream_handler(patches.KAD_PROTOCOL, stall)
+            monkeypatch.setattr(kad, "REQUEST_TIMEOUT_S", 0.3)
+            assert await client.get(RELAY_KEY) is None
+            assert client.peers == 0
+            assert not bob.get_connected_peers()
 
 
 async def test_providers_are_found_through_a_server():

@@ -1,9 +1,7 @@
 """Each fault of libp2p 0.8.1 that p2p.patches repairs, replayed by an attacker on loopback."""
 
 import contextlib
-import gc
 import logging
-import resource
 import struct
 import time
 
@@ -18,7 +16,7 @@ from libp2p.network.exceptions import SwarmException
 from libp2p.network.stream.exceptions import StreamError
 from libp2p.peer.id import ID
 from libp2p.peer.peerstore import create_signed_peer_record
-from libp2p.utils.varint import encode_uvarint, encode_varint_prefixed
+from libp2p.utils.varint import encode_uvarint
 from multiaddr import Multiaddr
 from p2p_world import ALICE, BOB, CAROL, MALLORY, RUN, advert, info, port_of, running_host, until, works
 
@@ -32,10 +30,6 @@ MIB = 1024 * 1024
 
 def dht(host, identity, *, serve=True):
     return RunDHT(host, identity.peer_id, RUN, serve=serve, clock=time.time)
-
-
-def peak_memory_mib():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def test_another_release_is_refused():
@@ -144,14 +138,15 @@ async def test_negotiation_message_does_not_fill_memory():
     """Attack: before any handshake, announce a gigabyte of negotiation and send it."""
     with trio.fail_after(30):
         async with running_host(ALICE) as alice:
-            before = peak_memory_mib()
             stream = await trio.open_tcp_stream("127.0.0.1", port_of(alice))
             await stream.send_all(encode_uvarint(1024 * MIB))
+            sent = 0
             with contextlib.suppress(trio.BrokenResourceError):
-                for _ in range(200):
+                while sent < 200 * MIB:
                     await stream.send_all(b"x" * MIB)
+                    sent += MIB
             await stream.aclose()
-            assert peak_memory_mib() - before < 40
+            assert sent < 32 * MIB  # what the kernel's buffers hold
             async with running_host(BOB, listens=False) as bob:
                 assert await works(alice, bob)
 
@@ -170,14 +165,12 @@ async def test_unread_stream_does_not_fill_memory():
             chunk = b"z" * 65000
             frame = struct.pack("!BBHII", 0, 0, 0, stream.stream_id, len(chunk)) + chunk
             sent = 0
-            before = peak_memory_mib()
             victim = alice.get_network().get_connections()[0].muxed_conn
             while not victim.is_closed and sent < 120 * MIB:
                 await stream.conn._write_frame(frame)
                 await trio.lowlevel.checkpoint()
                 sent += len(frame)
             assert sent < 60 * MIB
-            assert peak_memory_mib() - before < 120
             async with running_host(BOB, listens=False) as bob:
                 assert await works(alice, bob)
 
@@ -222,20 +215,16 @@ async def test_silent_kad_stream_is_ended(monkeypatch):
                 await stream.read(1)
 
 
-async def test_oversized_put_is_refused():
-    """Attack: a PUT_VALUE of 3 MiB, which libp2p would read, and log in hexadecimal."""
-    with trio.fail_after(20):
+async def test_oversized_request_is_refused_unread():
+    """Attack: announce a PUT_VALUE of 3 MiB, which libp2p would read, and log in hexadecimal."""
+    with trio.fail_after(10):
         async with running_host(ALICE) as alice, running_host(MALLORY, listens=False) as mallory:
-            server = dht(alice, ALICE)
+            dht(alice, ALICE)
             await mallory.connect(info(alice))
             stream = await mallory.new_stream(alice.get_id(), [patches.KAD_PROTOCOL])
-            message = Message(type=Message.MessageType.PUT_VALUE, key=relay_key(RUN, BOB.peer_id).encode())
-            message.record.key, message.record.value = message.key, b"x" * 3 * MIB
-            with contextlib.suppress(StreamError):
-                await stream.write(encode_varint_prefixed(message.SerializeToString()))
+            await stream.write(encode_uvarint(3 * MIB))
             with pytest.raises(StreamError):
                 await stream.read(1)
-            assert server.stored_values == 0
 
 
 def test_logs_of_libp2p_are_cut(caplog):
@@ -287,4 +276,3 @@ async def test_dial_is_refused_while_peer_is_down():
                 await alice.get_network().dial_peer(nobody)
             patches.forget_failed_dial(alice, nobody)
             assert not alice.get_network()._negative_peer_cache.is_blocked(str(nobody))
-    gc.collect()

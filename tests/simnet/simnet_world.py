@@ -102,6 +102,7 @@ def make_recording() -> Recording:
         outcome="finished",
         nodes=nodes,
         faults=[FaultMark(start + 40_000, 10, "relay-0", "kill"), FaultMark(start + 50_000, 12, "relay-0", "join")],
+        against=[trainer_details().verdicts[1]],
         samples=[Sample(start + 1000 * i, i // 4, i, i // 20) for i in range(100)],
     )
 

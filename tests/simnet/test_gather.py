@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simnet_world import peer_id
+from simnet_world import FakeCommands, peer_id
 
 from simnet import gather
-from simnet.gather import extend_timeline, parse_status
+from simnet.fleet import Fleet
+from simnet.gather import Gatherer, extend_timeline, parse_status
 
 
 def test_a_status_keeps_what_is_known_and_ignores_the_rest():
@@ -76,6 +77,17 @@ def test_a_final_status_that_is_too_large_is_left_alone(tmp_path: Path, monkeypa
     path = tmp_path / "status-final.json"
     path.write_text(json.dumps({"peer_id": peer_id("a"), "pid": 1, "state": "finished"}))
     assert gather._read_final(path) is None
+
+
+def test_verdicts_against_a_node_are_kept_when_the_trainer_has_forgotten_them(recording, tmp_path):
+    fleet = Fleet(recording.scenario, tmp_path, commands=FakeCommands())
+    recording.against = []
+    gatherer = Gatherer(fleet, recording)
+    gatherer.poll()
+    del recording.trainer.verdicts[:]
+    gatherer.poll()
+    gatherer.close()
+    assert [verdict.submission for verdict in recording.against] == ["cd" * 32]
 
 
 def test_counts_are_the_ledgers(recording):

@@ -45,6 +45,15 @@ def test_states_say_how_each_node_ended(recording):
     assert states["inference-0"] == "finished"
 
 
+def test_what_relays_refused_is_told_apart_from_what_was_rejected(recording):
+    for node in recording.nodes[-2:]:
+        node.status.rejected = {"toploc: exponent mismatches": 3, "stale-step": 4}
+    honest, cheat = build_report(recording).nodes[-2:]
+    assert cheat.refused == {"stale-step": 4}
+    assert honest.rejected == {}
+    assert build_report(recording).honest_rejected == 0
+
+
 def test_weights_from_elsewhere_are_seen(recording):
     """Attack: a node takes its weights from another peer than a relay."""
     status = next(node for node in recording.nodes if node.role == "inference").status
@@ -137,8 +146,8 @@ def test_hostile_text_stays_text(recording, tmp_path):
     recording.run = HOSTILE
     recording.problem = HOSTILE
     trainer = recording.trainer
-    trainer.verdicts[1].reason = trainer.verdicts[1].outcome = trainer.verdicts[1].submission = HOSTILE
-    trainer.verdicts[1].contributor = HOSTILE
+    for verdict in (trainer.verdicts[1], recording.against[0]):
+        verdict.reason = verdict.outcome = verdict.submission = verdict.contributor = HOSTILE
     trainer.contributors[1].rejected = {HOSTILE: 3}
     trainer.contributors[1].standing = HOSTILE
     for node in recording.nodes:
