@@ -19,7 +19,8 @@ from typing import Any, Final
 import trio
 from multiaddr import Multiaddr
 
-from p2p.dht import RunDHT, relay_key, relays_key, run_key
+from p2p.dht import RunDHT
+from p2p.dht_records import relay_key, relays_key, run_key
 from p2p.host import DialError, build_host, dial, parse_announce, parse_listen, running, to_libp2p
 from p2p.kad import REPLICAS, Known, RequestError, addresses_of
 from p2p.peers import PeerBook, RememberedPeer

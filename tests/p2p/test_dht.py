@@ -4,7 +4,7 @@ import time
 import pytest
 import trio
 from factories import make_manifest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from libp2p.kad_dht.pb.kademlia_pb2 import Message
 from libp2p.peer.peerinfo import PeerInfo
@@ -12,8 +12,10 @@ from libp2p.records.record import make_put_record
 from multiaddr import Multiaddr
 from p2p_world import ALICE, BOB, CAROL, MALLORY, RUN, advert, now_ms, pointer, running_host
 
-from p2p import dht, kad, patches
-from p2p.dht import ProviderStore, RecordValidator, RunDHT, ValueStore, relay_key, relays_key, run_key
+from p2p import dht_records, dht_stores, kad, patches
+from p2p.dht import RunDHT
+from p2p.dht_records import RecordValidator, relay_key, relays_key, run_key
+from p2p.dht_stores import ProviderStore, ValueStore
 from p2p.host import to_libp2p
 from p2p.kad import Known, RequestError, Walk, distance, request
 from protocol.constants import MAX_DHT_VALUE_BYTES
@@ -35,7 +37,7 @@ def make_dht(host, identity, *, serve=True, servers=()):
 
 def test_keys_fit_what_servers_answer():
     assert run_key(RUN) == f"/intellect/run/{RUN.digest[:20].hex()}/{ALICE.peer_id}"
-    assert all(len(key) <= dht.MAX_KEY_BYTES for key in (run_key(RUN), RELAY_KEY))
+    assert all(len(key) <= dht_records.MAX_KEY_BYTES for key in (run_key(RUN), RELAY_KEY))
     assert len(relays_key(RUN)) <= 80
 
 
@@ -109,6 +111,7 @@ def test_other_keys_are_refused(key):
         RecordValidator().validate(key, advert())
 
 
+@settings(deadline=None)
 @given(st.text(), st.binary())
 def test_any_bytes_give_a_protocol_error(key, value):
     for one in (key, RELAY_KEY):
@@ -130,7 +133,7 @@ def value_store(clock=time.time):
 
 def test_full_store_keeps_own_and_this_runs_values(monkeypatch):
     """Attack: fill a server's store with values of made-up keys and runs."""
-    monkeypatch.setattr(dht, "MAX_VALUES", 4)
+    monkeypatch.setattr(dht_stores, "MAX_VALUES", 4)
     store = value_store()
     store.put_record(RELAY_KEY.encode(), make_put_record(b"", advert()))
     carols = relay_key(RUN, CAROL.peer_id).encode()
@@ -171,9 +174,9 @@ def test_providers_are_bounded_and_expire():
         made_up = PeerInfo(to_libp2p(Identity.from_phrase(str(number)).peer_id), [])
         store.add_provider(relays_key(RUN), made_up)
         store.add_provider(relays_key(RunAddress(ALICE.peer_id, f"run{number}")), made_up)
-    assert len(store.get_providers(relays_key(RUN))) == dht.MAX_PROVIDERS
+    assert len(store.get_providers(relays_key(RUN))) == dht_stores.MAX_PROVIDERS
     assert own in {info.peer_id for info in store.get_providers(relays_key(RUN))}
-    assert store.size() == dht.MAX_PROVIDERS + dht.MAX_PROVIDER_KEYS - 1
+    assert store.size() == dht_stores.MAX_PROVIDERS + dht_stores.MAX_PROVIDER_KEYS - 1
     now += 1000
     store.cleanup_expired()
     assert store.size() == 0

@@ -21,7 +21,8 @@ from multiaddr import Multiaddr
 from p2p_world import ALICE, BOB, CAROL, MALLORY, RUN, advert, info, port_of, running_host, until, works
 
 from p2p import patches
-from p2p.dht import RunDHT, relay_key
+from p2p.dht import RunDHT
+from p2p.dht_records import relay_key
 from p2p.kad import RequestError, request
 from protocol.errors import ConfigError
 
