@@ -69,6 +69,7 @@ def start(
     http_port: Annotated[int | None, _setting("http_port")] = None,
     public_url: Annotated[str | None, _setting("public_url")] = None,
     status_port: Annotated[int | None, _setting("status_port")] = None,
+    join_timeout_s: Annotated[float | None, _setting("join_timeout_s")] = None,
     threads: Annotated[int | None, _setting("threads")] = None,
     dtype: Annotated[str | None, _setting("dtype")] = None,
     device: Annotated[str | None, _setting("device")] = None,

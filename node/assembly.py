@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ from p2p.shardcast.origin import OriginDoor, origin_routes
 from p2p.shardcast.store import CheckpointStore
 from protocol.checkpoint import CheckpointRules
 from protocol.envelope import Signed, seal
-from protocol.errors import ConfigError
+from protocol.errors import BootstrapError, ConfigError, NodeError, RelayError
 from protocol.identity import Identity, PeerId
 from protocol.ledger import LedgerState
 from protocol.records import Manifest, RunPointer, Submission, Verdict
@@ -210,6 +211,7 @@ async def _trainer(node: Node, services: trio.Nursery) -> Role:
             board=node.board,
             origin_url=node.config.public_url or address.url,
             origin_token=door.token_for,
+            discovery_state=lambda: p2p.bootstrap_state,
         )
     )
 
@@ -238,8 +240,25 @@ async def _swarm(node: Node, services: trio.Nursery, manifest: Signed[Manifest] 
     await services.start(p2p.run)
     await services.start(swarm.run)
     async with _explaining(node.board, lambda: f"the run's manifest; {p2p.bootstrap_state}"):
-        await swarm.wait_manifest()
+        with trio.move_on_after(node.config.join_timeout_s or math.inf) as joining:
+            await swarm.wait_manifest()
+    if joining.cancelled_caught:
+        raise _not_found(node, p2p)
     return p2p, swarm
+
+
+def _not_found(node: Node, p2p: P2PNode) -> NodeError:
+    """Why a node that was never in its run could not join."""
+    waited = f"within {node.config.join_timeout_s:g} s"
+    if not p2p.dht_peers:
+        return BootstrapError(
+            f"no bootstrap peer could be reached {waited}: {p2p.bootstrap_state}",
+            hint="check the addresses and this computer's network, or ask the operator for another --bootstrap",
+        )
+    return RelayError(
+        f"nobody knows the run {node.address} {waited}; {p2p.dht_peers} peers were asked",
+        hint="check --run letter by letter with the operator, and that the run's trainer is up",
+    )
 
 
 @asynccontextmanager

@@ -81,6 +81,14 @@ class NodeConfig(Struct, frozen=True, kw_only=True):
     status_port: Annotated[
         Port, Meta(description="TCP port of the status page on 127.0.0.1; 0 takes any free one.")
     ] = 0
+    join_timeout_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds after which a node that was never in this run gives up finding it; 0: never. "
+            "A node that was waits for ever.",
+        ),
+    ] = 90.0
     threads: Annotated[
         int, Meta(ge=0, le=4096, description="CPU threads of the compute process; 0: as many as it likes.")
     ] = 0

@@ -41,6 +41,7 @@ class Feeds:
         self._about = about
         self._path = cursors_path
         self._cursors = _load_cursors(cursors_path) if cursors_path else {}
+        self._silent: set[PeerId] = set()
         self._send, self._receive = trio.open_memory_channel[tuple[RelayClient, FeedItem]](256)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -54,6 +55,11 @@ class Feeds:
                         following.add(client.peer_id)
                         nursery.start_soon(self._follow, client.peer_id)
                 await trio.sleep(REFRESH_S)
+
+    @property
+    def silent(self) -> frozenset[PeerId]:
+        """Relays whose feed did not answer when it was last asked: they may hold items that nobody has seen."""
+        return frozenset(self._silent)
 
     async def next(self) -> tuple[RelayClient, FeedItem]:
         """The next item and the relay that has it."""
@@ -77,8 +83,10 @@ class Feeds:
                 items = await client.feed(after, kinds=self._kinds, about=self._about, wait_s=POLL_WAIT_S)
             except (RelayError, ProtocolError) as error:
                 log.info("feed relay=%s error=%r", peer_id.short, error.message)
+                self._silent.add(peer_id)
                 await trio.sleep(RETRY_S)
                 continue
+            self._silent.discard(peer_id)
             for item in items:
                 await self._send.send((client, item))
                 after = item.seq

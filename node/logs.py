@@ -21,7 +21,10 @@ _PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{36}([1-9A-HJ-NP-Za-km-z]{8}
 
 
 class LineFormatter(logging.Formatter):
-    """`2025-01-31T12:00:00.123Z info node.relay.door message key=value`, whatever the message holds."""
+    """`2025-01-31T12:00:00.123Z info node.relay.door message key=value`, whatever the message holds.
+
+    Peer ids are cut to what people compare, unless the record says `extra={"whole_peer_ids": True}`.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage()
@@ -29,8 +32,10 @@ class LineFormatter(logging.Formatter):
             message += f" error={record.exc_info[1]!r}"
             if logging.getLogger().isEnabledFor(logging.DEBUG):
                 message += f" traceback={self.formatException(record.exc_info)}"
+        if not getattr(record, "whole_peer_ids", False):
+            message = shorten_peer_ids(message)
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        line = f"{stamp}.{int(record.msecs):03d}Z {record.levelname.lower()} {record.name} {shorten_peer_ids(message)}"
+        line = f"{stamp}.{int(record.msecs):03d}Z {record.levelname.lower()} {record.name} {message}"
         return _one_line(line)
 
 

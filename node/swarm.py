@@ -26,7 +26,7 @@ from node.status import StatusBoard
 from p2p.http import HttpClient
 from protocol.constants import MAX_CLOCK_SKEW_S
 from protocol.envelope import Signed, open_envelope
-from protocol.errors import ChecksumError, NodeError, ProtocolError, RelayError, WrongRunError
+from protocol.errors import ChecksumError, NodeError, ProtocolError, RelayError, VersionError, WrongRunError
 from protocol.identity import PeerId
 from protocol.records import Head, Manifest, RelayAdvert
 from protocol.run import RunAddress
@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 
 REFRESH_S: Final = 30.0
 IMPATIENT_REFRESH_S: Final = 2.0
-"""Between lookups while no relay is known."""
+"""Between lookups while no relay is known, and in the first minute: relays may be starting too."""
+IMPATIENT_S: Final = 60.0
 LOOKUP_TIMEOUT_S: Final = 25.0
 RETRY_S: Final = 1.0
 POLL_WAIT_S: Final = 20.0
@@ -218,13 +219,15 @@ class Swarm:
     # Loops.
 
     async def _refresh_loop(self) -> None:
+        patient_at = trio.current_time() + IMPATIENT_S
         while True:
             try:
                 with trio.move_on_after(LOOKUP_TIMEOUT_S):
                     self._meet(await self._find_relays())
             except NodeError as error:
                 log.info("relays known=%d lookup failed: %s", len(self._relays), error.message)
-            await trio.sleep(REFRESH_S if self._relays else IMPATIENT_REFRESH_S)
+            patient = self._relays and trio.current_time() > patient_at
+            await trio.sleep(REFRESH_S if patient else IMPATIENT_REFRESH_S)
 
     def _meet(self, adverts: Iterable[Signed[RelayAdvert]]) -> None:
         for advert in adverts:
@@ -300,9 +303,13 @@ class Swarm:
     async def _ask_relay(self, client: RelayClient) -> Signed[Manifest] | None:
         try:
             return await client.manifest()
+        except VersionError as error:
+            if error.author == self._run.operator:
+                raise
+            log.warning("manifest relay=%s error=%r", client.peer_id.short, error.message)
         except (RelayError, ProtocolError) as error:
             log.info("manifest relay=%s error=%r", client.peer_id.short, error.message)
-            return None
+        return None
 
     def _take_manifest(self, manifest: Signed[Manifest]) -> None:
         if self._manifest is not None:

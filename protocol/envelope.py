@@ -16,7 +16,7 @@ import msgspec
 
 from protocol.constants import MAX_ENVELOPE_BYTES, SIGNATURE_DOMAIN
 from protocol.errors import MalformedError, SignatureError, VersionError, WrongAuthorError
-from protocol.identity import Identity, PeerId
+from protocol.identity import KEY_BYTES, Identity, PeerId
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -113,9 +113,20 @@ def _decode(data: bytes, kind: type[Any], name: str) -> Any:
 
 
 def _version_error(envelope: _Envelope) -> VersionError:
-    author = PeerId(envelope.author).short if len(envelope.author) == 32 else "an unknown author"
+    author = _proved_author(envelope)
     theirs = envelope.domain[:40]
     return VersionError(
-        f"a {envelope.kind[:40]!r} from {author} speaks {theirs!r}; this program speaks {SIGNATURE_DOMAIN!r}",
+        f"a {envelope.kind[:40]!r} from {author.short if author else 'an unproved author'} speaks {theirs!r}; "
+        f"this program speaks {SIGNATURE_DOMAIN!r}",
+        author=author,
         hint=f"install the intellect-node release that speaks {theirs!r}, or ask that peer to upgrade",
     )
+
+
+def _proved_author(envelope: _Envelope) -> PeerId | None:
+    """Who signed an envelope of another protocol version, if the way of signing is still the same."""
+    if len(envelope.author) != KEY_BYTES:
+        return None
+    author = PeerId(envelope.author)
+    signed = _signed_bytes(envelope.domain, envelope.kind, envelope.author, envelope.payload)
+    return author if author.verify(signed, envelope.signature) else None

@@ -113,9 +113,13 @@ class WrongRunError(ProtocolError):
 
 
 class VersionError(ProtocolError):
-    """Raised when a record speaks another protocol version."""
+    """Raised when a record speaks another protocol version; `author` is whose signature on it holds, if one does."""
 
     exit_code = 10
+
+    def __init__(self, message: str, *, author: object = None, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.author = author
 
 
 class ClockError(ProtocolError):

@@ -84,7 +84,7 @@ class CliCommands:
         return [*self._PYTHON, "cli", "run", "create", *flags]
 
     def start(self, plan: NodePlan, launch: Launch) -> list[str]:
-        flags = ["--run", launch.run, "--data-dir", str(launch.data_dir)]
+        flags = ["--run", launch.run, "--data-dir", str(launch.data_dir), "--join-timeout-s", "0"]
         for address in launch.bootstrap:
             flags += ["--bootstrap", address]
         if plan.role == "relay":

@@ -101,6 +101,8 @@ class RelayRole:
             address = await nursery.start(self._server().run)
             self._url = self._p.public_url.rstrip("/") or public_url(address, self._p.discovery.multiaddrs)
             log.info("relay run=%s url=%s", self._p.run, self._url)
+            for address in self._p.discovery.multiaddrs:
+                log.info("others join with --bootstrap %s", address, extra={"whole_peer_ids": True})
             for task in (self._puller.run, self._mirror.run, self._follow_loop, self._show_loop):
                 nursery.start_soon(task)
             nursery.start_soon(self._find_manifest)

@@ -76,6 +76,10 @@ class Collector:
             one is not None and one.record.checkpoint_step >= oldest and one.author not in evicted for one in waiting
         )
 
+    def has_all(self, step: int) -> bool:
+        """Whether every relay has been heard and nothing that it announced is still to be judged."""
+        return not self._feeds.silent and self.pending(step) == 0
+
     async def wait_changed(self) -> None:
         """Until a submission or an entry is there that was not when this was called."""
         await self._changed.wait()

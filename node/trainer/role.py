@@ -40,6 +40,9 @@ POST_TIMEOUT_S = 10.0
 TRAIN_TIMEOUT_S = 24 * 3600.0
 READ_TIMEOUT_S = 120.0
 END_DEADLINE_S = 20.0
+LAST_VERDICTS_MIN_S = 2.0
+LOOK_AGAIN_S = 0.5
+LAST_VERDICTS_DEADLINE_S = 30.0
 SURPLUS = 1.25
 """Collecting pauses when so many times the batch is on its way, so that nobody works for nothing."""
 
@@ -68,6 +71,7 @@ class TrainerParts:
     board: StatusBoard
     origin_url: str
     origin_token: Callable[[PeerId], str]
+    discovery_state: Callable[[], str]
 
 
 class TrainerRole:
@@ -84,6 +88,7 @@ class TrainerRole:
         self._head: bytes | None = None
         self._head_changed = trio.Event()
         self._published = trio.Event()
+        self._idle_step: int | None = None
         self._introduced: set[tuple[PeerId, str]] = set()
         self._scores = Scoreboard(parts.ledger.state, parts.board)
 
@@ -96,6 +101,7 @@ class TrainerRole:
             batches = trio.open_memory_channel[int](self._manifest.batch.max_staleness + 1)
             nursery.start_soon(self._gather_loop, batches[0])
             await self._train_loop(batches[1])
+            await self._take_last_verdicts()
             self._finished = True
             self._p.board.state("finished", "all steps are trained")
             await self._tell_the_end()
@@ -175,14 +181,24 @@ class TrainerRole:
         last = self._manifest.batch.total_steps
         while len(self._p.ledger.state.trained) < last:
             step = len(self._p.ledger.state.trained)
-            self._p.board.waiting(f"accepted rollouts for step {step}")
+            self._idle_step = step
+            self._say_what_is_missing()
             began = time.monotonic()
             step = await receive.receive()
+            self._idle_step = None
             self._scores.waited(time.monotonic() - began)
             self._p.board.working(f"training step {step}")
             began = time.monotonic()
             await self._train(step)
             self._scores.worked(time.monotonic() - began)
+
+    def _say_what_is_missing(self) -> None:
+        if self._idle_step is None:
+            return
+        if self._introduced:
+            self._p.board.waiting(f"accepted rollouts for step {self._idle_step}")
+        else:
+            self._p.board.waiting(f"a relay: {self._p.discovery_state()}")
 
     async def _train(self, step: int) -> None:
         rollouts: list[dict[str, Any]] = []
@@ -231,6 +247,15 @@ class TrainerRole:
         self._published = trio.Event()
         self._touch_head()
 
+    async def _take_last_verdicts(self) -> None:
+        """Work that was handed in before the end is judged and credited, within a deadline."""
+        self._p.board.waiting("the verdicts about the last submissions")
+        with trio.move_on_after(LAST_VERDICTS_DEADLINE_S):
+            await trio.sleep(LAST_VERDICTS_MIN_S)
+            while not self._p.collector.has_all(self._manifest.batch.total_steps):
+                with trio.move_on_after(LOOK_AGAIN_S):
+                    await self._p.collector.wait_changed()
+
     # Telling the swarm
 
     def _touch_head(self) -> None:
@@ -260,6 +285,7 @@ class TrainerRole:
         while True:
             changed = self._head_changed
             await self._tell_relays(self._sign_head())
+            self._say_what_is_missing()
             with trio.move_on_after(BEAT_S):
                 await changed.wait()
 
