@@ -23,8 +23,8 @@ $(STAMP): pyproject.toml constraints.txt
 	rm -rf $(VENV)/lib/python3*/site-packages/trio-stubs  # types of an old trio, which hide trio's own from mypy
 	touch $@
 
-demo: setup  ## Run a whole small swarm on this machine; the report lies in out/demo
-	$(BIN)/intellect-node demo --out out/demo
+demo: setup  ## Run a whole small swarm on this machine; its last line says where the report lies
+	$(BIN)/intellect-node demo
 
 test: setup  ## Run the tests
 	$(BIN)/python -m pytest -m 'not long'

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -39,7 +40,10 @@ DataDirOption = Annotated[
     typer.Option("--data-dir", help="Directory of the node's key and state.", show_default="~/.intellect-node"),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-OutOption = Annotated[Path, typer.Option("--out", help="Directory for logs and the report.")]
+OutOption = Annotated[
+    Path | None,
+    typer.Option("--out", help="Directory for logs and the report. Default: out/NAME, or out/NAME-2 …"),
+]
 SeedOption = Annotated[int, typer.Option("--seed", help="Seed of everything that is drawn.")]
 
 
@@ -177,20 +181,25 @@ def show_run(data_dir: DataDirOption = None, as_json: JsonOption = False) -> Non
 @simnet_app.command("run")
 def run_simulation(
     scenario: Annotated[str, typer.Argument(help="A shipped scenario's name, or a TOML file.")],
-    out: OutOption = Path("out/simnet"),
+    out: OutOption = None,
     seed: SeedOption = 0,
 ) -> None:
     """Run a scenario: nodes, faults and cheats on this machine, and a report."""
     set_up_logging("warning")
     from simnet import run_scenario
 
-    raise typer.Exit(run_scenario(scenario, out, seed=seed))
+    raise typer.Exit(run_scenario(scenario, out or _free_out_dir(Path(scenario).stem), seed=seed))
 
 
 @app.command("demo")
-def demo(out: OutOption = Path("out/demo"), seed: SeedOption = 0) -> None:
+def demo(out: OutOption = None, seed: SeedOption = 0) -> None:
     """Run a whole small swarm on this machine: a trainer, relays, contributors, a validator and a cheat."""
     run_simulation("demo", out=out, seed=seed)
+
+
+def _free_out_dir(name: str) -> Path:
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(path for path in (Path("out") / each for each in names) if not path.exists())
 
 
 def _begin(data_dir: Path | None) -> Path:

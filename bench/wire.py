@@ -91,6 +91,7 @@ def _submission() -> Submission:
         size=1_234_567,
         rollouts=32,
         output_tokens=45_678,
+        prompts=bytes(range(96, 128)),
         engine="torch 2.13.0",
         dtype="float32",
         software="intellect-node/0.1.0",

@@ -217,7 +217,12 @@ async def _trainer(node: Node, services: trio.Nursery) -> Role:
 
 
 async def _swarm(node: Node, services: trio.Nursery, manifest: Signed[Manifest] | None = None) -> tuple[P2PNode, Swarm]:
-    """Join discovery as a client: find the run's manifest and relays, follow its head."""
+    """Join discovery as a client: find the run's manifest and relays, follow its head. Raises NodeError."""
+    if not node.config.bootstrap and not any(node.path(name).exists() for name in ("peers.json", "swarm.cache")):
+        raise BootstrapError(
+            "no bootstrap address is given, and this node remembers no peers from an earlier start",
+            hint="ask the run's operator for one and give it: --bootstrap /ip4/…/tcp/8471/p2p/<relay's peer id>",
+        )
     p2p = P2PNode(
         node.identity,
         listen=(),

@@ -119,7 +119,8 @@ def manifest_from_recipe(
         rollout=recipe.rollout,
         batch=recipe.batch,
         toploc=recipe.toploc,
-        sampling=recipe.sampling,
+        tolerances=recipe.tolerance,
+        checks=recipe.checks,
         shard_bytes=recipe.shard_bytes,
         recipe=recipe_digest,
     )

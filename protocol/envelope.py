@@ -91,6 +91,12 @@ def kind_of(data: bytes) -> str:
     return envelope.kind
 
 
+def signature_of(data: bytes) -> bytes:
+    """The signature that an envelope carries; whether it holds is `open_envelope`'s to say. Raises MalformedError."""
+    envelope: _Envelope = _decode(data, _Envelope, "envelope")
+    return envelope.signature
+
+
 def _signed_bytes(domain: str, kind: str, author: bytes, payload: bytes) -> bytes:
     parts = (domain.encode(), kind.encode(), author, payload)
     return b"".join(struct.pack(">I", len(part)) + part for part in parts)

@@ -8,12 +8,15 @@ node the same standing and credits. Nothing here reads a clock or a file; node.l
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Literal, NoReturn
 
+from protocol.draw import TrackRecord, prove_undrawn
 from protocol.envelope import Record, Signed, kind_of, open_envelope
-from protocol.errors import LedgerError, WrongRunError
+from protocol.errors import LedgerError, ProtocolError, WrongRunError
 from protocol.identity import PeerId
 from protocol.records import Batch, Eviction, Manifest, Submission, Trained, Verdict
 
@@ -47,6 +50,8 @@ class Contributor:
     """Output tokens of accepted work; an eviction forfeits them."""
     next_index: dict[int, int] = field(default_factory=dict)
     """By step: the submission index that must come next."""
+    history: list[tuple[int, TrackRecord]] = field(default_factory=list)
+    """Its record after each entry that changed it, by the ledger's length with that entry."""
 
 
 @dataclass
@@ -113,6 +118,15 @@ class LedgerState:
         contributor = self.contributors.get(author)
         return contributor.next_index.get(step, 0) if contributor else 0
 
+    def record(self, author: PeerId, length: int) -> TrackRecord:
+        """What the first `length` entries make of a contributor's work. Raises LedgerError before they are replayed."""
+        if length > self.length:
+            _refuse("unknown-entry", f"entry {length} was not replayed yet; there are {self.length}")
+        contributor = self.contributors.get(author)
+        history = contributor.history if contributor else []
+        known = bisect_right(history, length, key=itemgetter(0))
+        return history[known - 1][1] if known else TrackRecord()
+
     # Rules, one a kind. Each checks everything first and only then changes anything.
 
     def _submission(self, entry: Signed[Submission]) -> None:
@@ -143,9 +157,17 @@ class LedgerState:
             _refuse("duplicate-verdict", f"{entry.author.short} has already judged this submission")
         if record.contributor != submission.author.public_key or record.step != submission.record.step:
             _refuse("mismatch", "the verdict names another contributor or step than the submission")
+        if record.outcome == "accept" and not record.draw.drawn:
+            self._require_undrawn(record)
         submission.verdicts[entry.author] = entry
         if submission.state in ("pending", "undecided"):
             self._count(submission, record)
+
+    def _require_undrawn(self, verdict: Verdict) -> None:
+        try:
+            prove_undrawn(verdict, self.manifest, record_at=self.record)
+        except ProtocolError as error:
+            _refuse("draw", f"accepted without the costly checks, and nothing excuses that: {error.message}")
 
     def _count(self, submission: LedgerSubmission, latest: Verdict) -> None:
         votes = [verdict.record.outcome for verdict in submission.verdicts.values()]
@@ -153,14 +175,24 @@ class LedgerState:
         if votes.count("accept") >= self.manifest.quorum:
             submission.state = "accepted"
             contributor.accepted += 1
+            self._remember(contributor, accepted=True)
             if contributor.standing == "active":
                 contributor.credits += submission.record.output_tokens
         elif votes.count("reject") >= self.manifest.quorum:
             submission.state = "rejected"
             label = latest.reason.partition(":")[0] or "unnamed"
             contributor.rejected[label] = contributor.rejected.get(label, 0) + 1
+            self._remember(contributor, accepted=False)
         elif latest.outcome == "undecided":
             submission.state = "undecided"
+
+    def _remember(self, contributor: Contributor, *, accepted: bool) -> None:
+        before = contributor.history[-1][1] if contributor.history else TrackRecord()
+        if accepted:
+            after = TrackRecord(before.accepted + 1, before.rejected, before.streak + 1)
+        else:
+            after = TrackRecord(before.accepted, before.rejected + 1)
+        contributor.history.append((self.length + 1, after))
 
     def _batch(self, entry: Signed[Batch]) -> None:
         entry.require_author(self.manifest.trainer_id)

@@ -23,6 +23,7 @@ Text = Annotated[str, Meta(max_length=1024)]
 Url = Annotated[str, Meta(max_length=256, pattern=r"^https?://[!-~]+\Z")]
 Threshold = Annotated[float, Meta(ge=0)]  # refuses NaN, which every measurement would pass
 Outcome = Literal["pass", "fail", "unknown"]
+Dtype = Annotated[str, Meta(min_length=1, max_length=16, pattern=r"^[a-z0-9_]+\Z")]
 
 
 class Spec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -72,22 +73,41 @@ class BatchSpec(Spec, frozen=True, kw_only=True):
 
 
 class ToplocSpec(Spec, frozen=True, kw_only=True):
-    """TOPLOC parameters and thresholds, applied per chunk of 32 tokens."""
+    """What a TOPLOC proof commits to, per chunk of 32 tokens; how far it may lie off is in `Tolerance`."""
 
     top_k: Annotated[int, Meta(ge=1, le=4096)]
+
+
+class Tolerance(Spec, frozen=True, kw_only=True):
+    """How far an honest engine of one number format may lie from a validator's float32 pass; found by calibration."""
+
     max_exponent_mismatches: Count
+    """Of a full chunk's proof, as the next two; a shorter chunk has looser limits (node.validator.checks)."""
     max_mantissa_mean: Threshold
     max_mantissa_median: Threshold
-
-
-class SamplingSpec(Spec, frozen=True, kw_only=True):
-    """Thresholds of the seed-synchronised sampling check, in units of logits."""
-
+    max_rollout_mantissa_mean: Threshold
+    """Mean over the chunks of one rollout."""
     max_margin: Threshold
-    """By how much one emitted token may lose against the best one."""
+    """By how many logits one emitted token may lose against the best one."""
     max_mean_margin: Threshold
+    """Mean clipped margin over the tokens of one submission."""
     max_logprob_error: Threshold
     """Between a recorded log-probability and the validator's."""
+    honest_margin: Threshold
+    """Clipped margin that no honest machine exceeds on average over its rollouts (protocol.sequential)."""
+    honest_mantissa: Threshold
+    """The same for the mantissa mean of rollouts."""
+
+
+class CheckSpec(Spec, frozen=True, kw_only=True):
+    """How often the costly checks are made, and what counts as a copied answer (protocol.draw)."""
+
+    newcomer_submissions: Positive
+    """Accepted submissions, without a rejection among them, that are checked in full before the rate falls."""
+    floor: Annotated[float, Meta(gt=0, le=1)]
+    """Share of submissions that is checked in full however good the record is."""
+    duplicate_tokens: Annotated[int, Meta(ge=8, le=1 << 20)]
+    """Answers shorter than this may be equal by chance and are never compared."""
 
 
 class Manifest(Record, frozen=True, kw_only=True):
@@ -107,7 +127,9 @@ class Manifest(Record, frozen=True, kw_only=True):
     rollout: RolloutSpec
     batch: BatchSpec
     toploc: ToplocSpec
-    sampling: SamplingSpec
+    tolerances: Annotated[dict[Dtype, Tolerance], Meta(min_length=1, max_length=4)]
+    """By number format of the contributor's engine; rollouts of a format that is not listed are refused."""
+    checks: CheckSpec
     shard_bytes: Annotated[int, Meta(ge=4096, le=1 << 28)]
     recipe: Digest
     """SHA-256 of the operator's recipe file, for audits."""
@@ -133,6 +155,8 @@ class Head(Record, frozen=True, kw_only=True):
 
     run_id: Digest
     sequence: Positive
+    previous_sequence: Count
+    """Of the head signed before this one, 0 if the trainer remembers none: proves which head is the first after one."""
     issued_at_ms: Count
     step: Count
     """The training step that rollouts are being collected for."""
@@ -238,6 +262,8 @@ class Submission(Record, frozen=True, kw_only=True):
     size: Positive
     rollouts: Positive
     output_tokens: Positive
+    prompts: Digest
+    """protocol.prompts.prompts_digest of the prompts answered, in order."""
     engine: Annotated[str, Meta(max_length=64)]
     dtype: Annotated[str, Meta(max_length=16)]
     software: Annotated[str, Meta(max_length=64)]
@@ -264,6 +290,21 @@ class CheckResult(Spec, frozen=True, kw_only=True):
     outcome: Outcome
     detail: Text = ""
     numbers: Annotated[dict[Annotated[str, Meta(max_length=32)], float], Meta(max_length=32)] = {}
+    limits: Annotated[dict[Annotated[str, Meta(max_length=32)], float], Meta(max_length=32)] = {}
+    """What some of the numbers were held against: they may be as large as this."""
+
+
+class Draw(Spec, frozen=True, kw_only=True):
+    """Whether a submission was drawn for the costly checks, and what shows it (protocol.draw)."""
+
+    drawn: bool
+    """The costly checks were made, or were due when a cheap one settled the matter."""
+    rate: Annotated[float, Meta(gt=0, le=1)]
+    why: Annotated[str, Meta(max_length=64)]
+    beacon: Annotated[bytes, Meta(max_length=2048)]
+    """Envelope of the head that drew; empty where nothing was drawn by one."""
+    receipt: Annotated[bytes, Meta(max_length=2048)]
+    """Envelope of the relay's receipt: the beacon is the first head after the one it names."""
 
 
 class Verdict(Record, frozen=True, kw_only=True):
@@ -281,11 +322,14 @@ class Verdict(Record, frozen=True, kw_only=True):
     """A reject that no honest node can get by accident: it evicts."""
     reason: Text
     checks: Annotated[tuple[CheckResult, ...], Meta(max_length=32)]
+    draw: Draw
     mean_reward: float
     engine: Annotated[str, Meta(max_length=64)]
+    """The validator's, as the next one; empty where no costly check was made."""
     dtype: Annotated[str, Meta(max_length=16)]
     software: Annotated[str, Meta(max_length=64)]
     head_sequence: Count
+    """Newest head that the validator knew when it judged."""
     issued_at_ms: Count
 
 

@@ -25,12 +25,13 @@ class RunAddress:
     def parse(cls, text: str) -> RunAddress:
         """Read `<operator peer id>/<name>`. Raises MalformedError."""
         operator, slash, name = text.partition("/")
+        hint = "write --run <operator peer id>/<name>, as `intellect-node run create` printed it"
         if not slash or not _NAME.fullmatch(name):
-            raise MalformedError(
-                f"not a run address: {text[:120]!r}",
-                hint="write --run <operator peer id>/<name>, as `intellect-node run create` printed it",
-            )
-        return cls(PeerId.parse(operator), name)
+            raise MalformedError(f"not a run address: {text[:120]!r}", hint=hint)
+        try:
+            return cls(PeerId.parse(operator), name)
+        except MalformedError as error:
+            raise MalformedError(f"not a run address: {error.message}", hint=hint) from error
 
     def __str__(self) -> str:
         return f"{self.operator}/{self.name}"

@@ -201,7 +201,7 @@ def _make_out_dir(out: Path) -> Path:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Take SIGTERM for Ctrl-C, so that whoever stops the simulation leaves no nodes behind."""
+    """Take SIGTERM and a closed terminal for Ctrl-C, so that whoever stops the simulation leaves no nodes behind."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -209,11 +209,12 @@ def _terminable() -> Iterator[None]:
     def interrupt(_: int, __: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _say(console: Console, text: str) -> None:

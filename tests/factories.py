@@ -12,13 +12,15 @@ from protocol.records import (
     Batch,
     BatchSpec,
     CheckResult,
+    CheckSpec,
+    Draw,
     EnvironmentSpec,
     Eviction,
     Manifest,
     ModelSpec,
     RolloutSpec,
-    SamplingSpec,
     Submission,
+    Tolerance,
     ToplocSpec,
     Trained,
     Verdict,
@@ -44,12 +46,29 @@ def make_manifest(**changes: Any) -> Manifest:
             group_size=2, prompts_per_submission=2, max_new_tokens=10, temperature=1.0, max_submissions_per_step=4
         ),
         batch=BatchSpec(rollouts_per_step=8, max_staleness=1, total_steps=3),
-        toploc=ToplocSpec(top_k=16, max_exponent_mismatches=2, max_mantissa_mean=2.0, max_mantissa_median=2.0),
-        sampling=SamplingSpec(max_margin=0.02, max_mean_margin=0.002, max_logprob_error=0.01),
+        toploc=ToplocSpec(top_k=16),
+        tolerances={"float32": make_tolerance()},
+        checks=CheckSpec(newcomer_submissions=2, floor=0.25, duplicate_tokens=32),
         shard_bytes=4096,
         recipe=b"r" * 32,
     )
     return msgspec.structs.replace(manifest, **changes)
+
+
+def make_tolerance(**changes: Any) -> Tolerance:
+    """Limits about ten times what honest float32 engines measure on the demo's policy."""
+    tolerance = Tolerance(
+        max_exponent_mismatches=1,
+        max_mantissa_mean=0.125,
+        max_mantissa_median=0.0,
+        max_rollout_mantissa_mean=0.1,
+        max_margin=1e-3,
+        max_mean_margin=1e-4,
+        max_logprob_error=1e-3,
+        honest_margin=1e-5,
+        honest_mantissa=0.01,
+    )
+    return msgspec.structs.replace(tolerance, **changes)
 
 
 def sealed(record: Any, identity: Identity) -> Signed[Any]:
@@ -67,6 +86,7 @@ def make_submission(author: Identity, run_id: bytes, **changes: Any) -> Signed[S
         size=100,
         rollouts=4,
         output_tokens=40,
+        prompts=b"p" * 32,
         engine="torch",
         dtype="float32",
         software="test",
@@ -89,6 +109,7 @@ def make_verdict(submission: Signed[Submission], *, by: Identity = VALIDATOR, **
         hard=False,
         reason="",
         checks=(CheckResult(name="toploc", outcome="pass", numbers={"exponent_mismatches": 0.0}),),
+        draw=Draw(drawn=True, rate=1.0, why="newcomer", beacon=b"", receipt=b""),
         mean_reward=0.5,
         engine="torch",
         dtype="float32",

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_type_hints
+from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
 
 from protocol.errors import ConfigError
-from protocol.records import BatchSpec, Count, Name, Positive, RolloutSpec, SamplingSpec, ToplocSpec
+from protocol.records import BatchSpec, CheckSpec, Count, Dtype, Name, Positive, RolloutSpec, Tolerance, ToplocSpec
 
 RECIPES_DIR: Final = Path(__file__).parent / "recipes"
 ASSETS_DIR: Final = Path(__file__).parent / "assets"
@@ -92,9 +93,11 @@ class Recipe(Section, frozen=True):
     rollout: RolloutSpec
     batch: BatchSpec
     toploc: ToplocSpec
-    sampling: SamplingSpec
+    tolerance: Annotated[dict[Dtype, Tolerance], Meta(min_length=1, max_length=4)]
+    """By number format of contributors' engines; `intellect-node calibrate --recipe` measures them."""
     optimiser: OptimiserSettings
     loss: LossSettings = LossSettings()
+    checks: CheckSpec = CheckSpec(newcomer_submissions=16, floor=0.25, duplicate_tokens=32)
     quorum: Annotated[int, Meta(ge=1, le=64)] = 1
     """Validators that must agree on a submission."""
     shard_bytes: Annotated[int, Meta(ge=4096, le=1 << 28)] = 1 << 24
@@ -158,9 +161,17 @@ def _refuse_unknown_keys(table: dict[str, Any], kind: type[Struct], *, origin: s
     for key, value in table.items():
         if key not in kind.__struct_fields__:
             raise ConfigError(f"{origin}: unknown key {prefix + key!r}", hint=_nearest(key, kind, prefix))
-        inner = types[key]
-        if isinstance(value, dict) and isinstance(inner, type) and issubclass(inner, Struct):
-            _refuse_unknown_keys(value, inner, origin=origin, prefix=f"{prefix}{key}.")
+        for inner, inner_table, inner_prefix in _inner_tables(types[key], value, f"{prefix}{key}."):
+            _refuse_unknown_keys(inner_table, inner, origin=origin, prefix=inner_prefix)
+
+
+def _inner_tables(kind: Any, value: Any, prefix: str) -> Iterator[tuple[type[Struct], dict[str, Any], str]]:
+    """The tables under a key, each with the section that it is: the key's own, or those of a map by name."""
+    if isinstance(kind, type) and issubclass(kind, Struct) and isinstance(value, dict):
+        yield kind, value, prefix
+    elif get_origin(kind) is dict and isinstance(value, dict):
+        for name, entry in value.items():
+            yield from _inner_tables(get_args(kind)[1], entry, f"{prefix}{name}.")
 
 
 def _nearest(key: str, kind: type[Struct], prefix: str) -> str:

@@ -13,6 +13,7 @@ from environments.registry import get_environment
 from node.engines.base import SamplingParams
 from node.engines.tokenizer import Tokenizer
 from protocol.errors import ModelError
+from protocol.prompts import prompts_digest
 from protocol.records import Manifest
 from protocol.seeds import prompt_seed, rollout_seed
 
@@ -34,6 +35,11 @@ class Work:
     environment: Environment
     assignments: list[Assignment]
     group_size: int
+
+    @property
+    def prompts_digest(self) -> bytes:
+        """What the contributor signs for."""
+        return prompts_digest(assignment.prompt_ids for assignment in self.assignments)
 
     def noise_seed(self, prompt_index: int, member: int) -> bytes:
         """Seed of the sampling noise of one answer."""

@@ -61,8 +61,8 @@ class RolloutWorker:
     ) -> dict[str, Any]:
         """Answer one submission and write its file to `path`. `manifest` is the record, as msgpack.
 
-        Gives sha256, size, rollouts, output_tokens, mean_reward, engine, dtype, seconds; reports output_tokens as they
-        come. Raises ModelError, EnvironmentUnknown, MalformedError.
+        Gives sha256, size, rollouts, output_tokens, prompts (their digest), mean_reward, engine, dtype, seconds;
+        reports output_tokens as they come. Raises ModelError, EnvironmentUnknown, MalformedError.
         """
         started = time.monotonic()
         run = _decode_manifest(manifest)
@@ -76,6 +76,7 @@ class RolloutWorker:
             "size": size,
             "rollouts": len(rollouts),
             "output_tokens": sum(len(rollout.output_ids) for rollout in rollouts),
+            "prompts": work.prompts_digest,
             "mean_reward": sum(rollout.reward for rollout in rollouts) / len(rollouts),
             "engine": self._engine_name(),
             "dtype": self.engine.info.dtype,

@@ -180,6 +180,7 @@ class InferenceRole:
             size=result.size,
             rollouts=result.rollouts,
             output_tokens=result.output_tokens,
+            prompts=result.prompts,
             engine=result.engine,
             dtype=result.dtype,
             software=SOFTWARE,
@@ -288,6 +289,7 @@ class Made(msgspec.Struct):
     size: int
     rollouts: int
     output_tokens: int
+    prompts: bytes
     mean_reward: float
     engine: str
     dtype: str

@@ -264,10 +264,11 @@ class TrainerRole:
 
     def _sign_head(self) -> bytes:
         newest, step = self._newest(), self._step
-        self._sequence = max(self._sequence + 1, now_ms())
+        previous, self._sequence = self._sequence, max(self._sequence + 1, now_ms())
         head = Head(
             run_id=self._run_id,
             sequence=self._sequence,
+            previous_sequence=previous,
             issued_at_ms=now_ms(),
             step=step,
             collecting=self._collecting and not self._finished and step < self._manifest.batch.total_steps,

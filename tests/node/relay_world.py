@@ -34,6 +34,7 @@ def make_head(sequence: int = 1, *, by: Identity = OPERATOR, **changes: Any) -> 
     head = Head(
         run_id=MANIFEST.id,
         sequence=sequence,
+        previous_sequence=max(0, sequence - 1),
         issued_at_ms=now_ms(),
         step=0,
         collecting=True,

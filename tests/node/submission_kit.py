@@ -13,12 +13,13 @@ from node.validator.compute import Judge
 from protocol.identity import Identity
 from protocol.records import (
     BatchSpec,
+    CheckSpec,
     EnvironmentSpec,
     Manifest,
     ModelSpec,
     RolloutSpec,
-    SamplingSpec,
     Submission,
+    Tolerance,
     ToplocSpec,
 )
 from protocol.rollouts import Rollout, read_rollouts
@@ -30,8 +31,32 @@ RUN_ID = b"r" * 32
 CHECKPOINT = b"c" * 32
 
 
+FLOAT32 = Tolerance(
+    max_exponent_mismatches=1,
+    max_mantissa_mean=0.125,
+    max_mantissa_median=0.0,
+    max_rollout_mantissa_mean=0.125,
+    max_margin=1e-3,
+    max_mean_margin=1e-4,
+    max_logprob_error=1e-3,
+    honest_margin=1e-5,
+    honest_mantissa=0.01,
+)
+BFLOAT16 = Tolerance(
+    max_exponent_mismatches=3,
+    max_mantissa_mean=1.5,
+    max_mantissa_median=1.0,
+    max_rollout_mantissa_mean=1.25,
+    max_margin=0.5,
+    max_mean_margin=0.005,
+    max_logprob_error=0.5,
+    honest_margin=1e-3,
+    honest_mantissa=0.9,
+)
+
+
 def make_manifest(policy=POLICY, **rollout) -> Manifest:
-    """A run over float32 engines, with thresholds about ten times what honest ones measure."""
+    """A run of the demo policy, or another, over float32 and bfloat16 engines."""
     limits = {"group_size": 4, "prompts_per_submission": 4, "max_new_tokens": 10, "temperature": 1.0} | rollout
     environment = get_environment("sort-digits")
     return Manifest(
@@ -51,8 +76,9 @@ def make_manifest(policy=POLICY, **rollout) -> Manifest:
         environment=EnvironmentSpec(name=environment.name, digest=environment.digest),
         rollout=RolloutSpec(max_submissions_per_step=64, **limits),
         batch=BatchSpec(rollouts_per_step=64, max_staleness=1, total_steps=3),
-        toploc=ToplocSpec(top_k=16, max_exponent_mismatches=1, max_mantissa_mean=0.25, max_mantissa_median=0.0),
-        sampling=SamplingSpec(max_margin=1e-3, max_mean_margin=1e-4, max_logprob_error=1e-3),
+        toploc=ToplocSpec(top_k=16),
+        tolerances={"float32": FLOAT32, "bfloat16": BFLOAT16},
+        checks=CheckSpec(newcomer_submissions=2, floor=0.25, duplicate_tokens=32),
         shard_bytes=4096,
         recipe=b"r" * 32,
     )
@@ -91,6 +117,7 @@ def hand_in(worker: RolloutWorker, manifest: Manifest, path: Path, *, index=0, c
         size=made["size"],
         rollouts=made["rollouts"],
         output_tokens=made["output_tokens"],
+        prompts=made["prompts"],
         engine=made["engine"],
         dtype=made["dtype"],
         software="test",

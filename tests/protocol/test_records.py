@@ -2,7 +2,7 @@ import math
 
 import msgspec
 import pytest
-from factories import OPERATOR, VALIDATOR, make_manifest
+from factories import OPERATOR, VALIDATOR, make_manifest, make_tolerance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +14,7 @@ from protocol.records import (
     CheckpointFile,
     CheckpointManifest,
     CheckResult,
+    Draw,
     Eviction,
     Head,
     Manifest,
@@ -22,6 +23,7 @@ from protocol.records import (
     RelayAdvert,
     RunPointer,
     Submission,
+    Tolerance,
     Trained,
     Verdict,
 )
@@ -32,7 +34,7 @@ D = b"d" * 32
 EXAMPLES: list[Record] = [
     make_manifest(),
     Head(
-        run_id=D, sequence=3, issued_at_ms=1, step=2, collecting=True, checkpoint_step=2, checkpoint=D,
+        run_id=D, sequence=3, previous_sequence=2, issued_at_ms=1, step=2, collecting=True, checkpoint_step=2, checkpoint=D,
         oldest_checkpoint_step=1, ledger_length=9, ledger_tip=D, finished=False,
     ),
     RunPointer(name="test", sequence=1, issued_at_ms=1, valid_until_ms=2, manifest=b"m"),
@@ -47,12 +49,13 @@ EXAMPLES: list[Record] = [
     ),
     Submission(
         run_id=D, step=1, index=0, checkpoint_step=1, checkpoint=D, sha256=D, size=1, rollouts=4, output_tokens=9,
-        engine="torch", dtype="float32", software="1.0", issued_at_ms=1,
+        prompts=D, engine="torch", dtype="float32", software="1.0", issued_at_ms=1,
     ),
     Receipt(run_id=D, submission=D, head_sequence=1, received_at_ms=1),
     Verdict(
         run_id=D, submission=D, contributor=KEY, step=1, outcome="reject", hard=True, reason="forged proof",
         checks=(CheckResult(name="toploc", outcome="fail", detail="x", numbers={"mismatches": 128.0}),),
+        draw=Draw(drawn=True, rate=0.25, why="drawn", beacon=b"head", receipt=b"receipt"),
         mean_reward=0.5, engine="torch", dtype="float32", software="1.0", head_sequence=1, issued_at_ms=1,
     ),
     Batch(run_id=D, step=1, submissions=(D,), issued_at_ms=1),
@@ -80,11 +83,12 @@ def test_kinds_are_distinct():
 def test_golden_payload_of_a_head():
     """Field names and types on the wire. A change here is another protocol version."""
     assert msgspec.msgpack.encode(BY_KIND["head"]).hex() == (
-        "8ba672756e5f6964c4206464646464646464646464646464646464646464646464646464646464646464a87365717565"
-        "6e636503ac6973737565645f61745f6d7301a47374657002aa636f6c6c656374696e67c3af636865636b706f696e745f"
-        "7374657002aa636865636b706f696e74c420646464646464646464646464646464646464646464646464646464646464"
-        "6464b66f6c646573745f636865636b706f696e745f7374657001ad6c65646765725f6c656e67746809aa6c6564676572"
-        "5f746970c4206464646464646464646464646464646464646464646464646464646464646464a866696e6973686564c2"
+        "8ca672756e5f6964c4206464646464646464646464646464646464646464646464646464646464646464a87365717565"
+        "6e636503b170726576696f75735f73657175656e636502ac6973737565645f61745f6d7301a47374657002aa636f6c6c"
+        "656374696e67c3af636865636b706f696e745f7374657002aa636865636b706f696e74c4206464646464646464646464"
+        "646464646464646464646464646464646464646464b66f6c646573745f636865636b706f696e745f7374657001ad6c65"
+        "646765725f6c656e67746809aa6c65646765725f746970c4206464646464646464646464646464646464646464646464"
+        "646464646464646464a866696e6973686564c2"
     )
 
 
@@ -130,17 +134,22 @@ def test_urls_are_http_without_white_space(url):
     refused("origin-notice", "http_url", http_url=url)
 
 
-@pytest.mark.parametrize("field", ["max_mantissa_mean", "max_mantissa_median"])
+@pytest.mark.parametrize("field", [name for name in Tolerance.__struct_fields__ if name != "max_exponent_mismatches"])
 @pytest.mark.parametrize("bad", [math.nan, -1.0])
 def test_thresholds_are_numbers(field, bad):
     """Every measurement passes a threshold that is not a number."""
-    refused("manifest", field, toploc=msgspec.structs.replace(BY_KIND["manifest"].toploc, **{field: bad}))
+    refused("manifest", field, tolerances={"float32": make_tolerance(**{field: bad})})
 
 
-@pytest.mark.parametrize("field", ["max_margin", "max_mean_margin", "max_logprob_error"])
-@pytest.mark.parametrize("bad", [math.nan, -1.0])
-def test_sampling_thresholds_are_numbers(field, bad):
-    refused("manifest", field, sampling=msgspec.structs.replace(BY_KIND["manifest"].sampling, **{field: bad}))
+@pytest.mark.parametrize("dtypes", [[], ["float 32"], [""], ["a", "b", "c", "d", "e"]])
+def test_tolerances_are_for_some_number_formats(dtypes):
+    refused("manifest", "tolerances", tolerances=dict.fromkeys(dtypes, make_tolerance()))
+
+
+@pytest.mark.parametrize("floor", [0.0, -0.5, 1.5, math.nan])
+def test_nobody_is_ever_wholly_unchecked(floor):
+    """An operator's manifest sets a floor of no checks at all."""
+    refused("manifest", "floor", checks=msgspec.structs.replace(BY_KIND["manifest"].checks, floor=floor))
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, 10.5, math.nan, math.inf])
@@ -173,6 +182,7 @@ def test_temperatures_are_positive_and_finite(temperature):
         ("submission", {"engine": "e" * 65}),
         ("verdict", {"outcome": "maybe"}),
         ("verdict", {"reason": "r" * 1025}),
+        ("verdict", {"draw": None}),
         ("verdict", {"checks": (BY_KIND["verdict"].checks[0],) * 33}),
         ("batch", {"submissions": ()}),
         ("trained", {"metrics": {str(n): 0.0 for n in range(65)}}),
@@ -192,12 +202,14 @@ def test_the_largest_of_each_bounded_record_fits_its_envelope():
     assert open_envelope(seal(batch, OPERATOR), Batch).record == batch
     eviction = msgspec.structs.replace(BY_KIND["eviction"], reason="\U0001f511" * 1024)
     assert open_envelope(seal(eviction, OPERATOR), Eviction).record == eviction
-    manifest = make_manifest(name="n" * 64, validators=(KEY,) * 64)
+    formats = dict.fromkeys((letter * 16 for letter in "abcd"), make_tolerance())
+    manifest = make_manifest(name="n" * 64, validators=(KEY,) * 64, tolerances=formats)
     assert open_envelope(seal(manifest, OPERATOR), Manifest).record == manifest
 
 
 def test_a_full_run_pointer_fits_a_dht_value():
-    manifest = seal(make_manifest(name="n" * 64, validators=(KEY,) * 64), OPERATOR)
+    formats = dict.fromkeys((letter * 16 for letter in "abcd"), make_tolerance())
+    manifest = seal(make_manifest(name="n" * 64, validators=(KEY,) * 64, tolerances=formats), OPERATOR)
     pointer = msgspec.structs.replace(BY_KIND["run-pointer"], manifest=manifest)
     assert len(seal(pointer, OPERATOR)) <= MAX_DHT_VALUE_BYTES
     assert RunPointer.MAX_BYTES + 1024 <= MAX_DHT_VALUE_BYTES
