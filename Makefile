@@ -14,9 +14,9 @@ export OMP_NUM_THREADS ?= 1
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
-setup: $(STAMP)  ## Create .venv and install everything (again when pyproject.toml or constraints.txt change)
+setup: $(STAMP)  ## Create .venv and install everything (again when its inputs change)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py protocol/_toploc.c constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make setup PYTHON=/path/to/python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt '$(TORCH)' -e '.[dev]'

@@ -38,7 +38,7 @@ from protocol.errors import MalformedError
 _DOMAIN: Final = f"{SIGNATURE_DOMAIN} sampling".encode()
 _MULTIPLIERS: Final = (np.uint32(0x7FEB352D), np.uint32(0x846CA68B))
 _SHIFTS: Final = (np.uint32(16), np.uint32(15), np.uint32(16))
-_TILE: Final = 16384  # vocabulary ids at a time, so that the scratch arrays stay in a core's cache
+_TILE: Final = 16384  # values at a time, of one row or of several, so that the scratch arrays stay in a core's cache
 
 
 def position_keys(rollout_seed: bytes, count: int) -> NDArray[np.uint32]:
@@ -57,15 +57,15 @@ def gumbel_rows(keys: NDArray[np.uint32], vocab_size: int) -> NDArray[np.float32
     """Noise for several tokens at once; keys uint32[B, 2], result float32[B, vocab_size]."""
     noise = np.empty((len(keys), vocab_size), np.float32)
     ids = _token_ids(vocab_size)
-    hashed = np.empty(min(vocab_size, _TILE), np.uint32)
-    scratch = np.empty_like(hashed)
-    wide = np.empty(hashed.size, np.float64)
-    for row, (k0, k1) in zip(noise, keys, strict=True):
+    rows = _rows_per_tile(vocab_size)
+    tile = np.empty(min(rows, len(keys)) * min(vocab_size, _TILE), np.uint32)
+    scratch, wide = np.empty_like(tile), np.empty(tile.size, np.float64)
+    for row in range(0, len(keys), rows):
         for start in range(0, vocab_size, _TILE):
-            out = row[start : start + _TILE]
-            size = out.size
-            _hash_ids(ids[start : start + size], k0, k1, out=hashed[:size], scratch=scratch[:size])
-            _to_gumbel(hashed[:size], wide[:size], out=out)
+            out = noise[row : row + rows, start : start + _TILE]
+            hashed = tile[: out.size].reshape(out.shape)
+            _hash_ids(ids[start : start + _TILE], keys[row : row + rows], out=hashed, scratch=scratch[: out.size])
+            _to_gumbel(hashed, wide[: out.size].reshape(out.shape), out=out)
     return noise
 
 
@@ -84,11 +84,13 @@ def margins(
     if count and not 0 <= int(np.min(token_ids)) <= int(np.max(token_ids)) < vocab_size:
         raise MalformedError(f"a token id lies outside the vocabulary of {vocab_size}")
     best, emitted = np.empty(count, np.float32), np.empty(count, np.float32)
-    for position in range(count):  # one row of noise at a time: a rollout's whole table would not fit the cache
-        noisy = gumbel(keys[position], vocab_size)
+    rows = _rows_per_tile(vocab_size)
+    for start in range(0, count, rows):  # a rollout's whole table of noise would not fit the cache
+        part = slice(start, start + rows)
+        noisy = gumbel_rows(keys[part], vocab_size)
         noisy *= np.float32(temperature)
-        noisy += logits[position]
-        best[position], emitted[position] = noisy.max(), noisy[token_ids[position]]
+        noisy += logits[part]
+        best[part], emitted[part] = noisy.max(axis=1), noisy[np.arange(len(noisy)), token_ids[part]]
     with np.errstate(invalid="ignore"):
         lost = best - emitted
     lost[np.isnan(lost)] = np.inf
@@ -102,18 +104,19 @@ def _token_ids(vocab_size: int) -> NDArray[np.uint32]:
     return ids
 
 
+def _rows_per_tile(vocab_size: int) -> int:
+    return max(1, _TILE // max(1, vocab_size))
+
+
 def _hash_ids(
-    ids: NDArray[np.uint32],
-    k0: np.uint32,
-    k1: np.uint32,
-    *,
-    out: NDArray[np.uint32],
-    scratch: NDArray[np.uint32],
+    ids: NDArray[np.uint32], keys: NDArray[np.uint32], *, out: NDArray[np.uint32], scratch: NDArray[np.uint32]
 ) -> None:
-    np.bitwise_xor(ids, k0, out=out)
-    _mix(out, scratch)
-    np.bitwise_xor(out, k1, out=out)
-    _mix(out, scratch)
+    """Hashes of ids[n] under each of keys[B, 2], into out[B, n], which is contiguous."""
+    flat = out.reshape(-1)
+    np.bitwise_xor(ids, keys[:, :1], out=out)
+    _mix(flat, scratch)
+    np.bitwise_xor(out, keys[:, 1:], out=out)
+    _mix(flat, scratch)
 
 
 def _mix(x: NDArray[np.uint32], scratch: NDArray[np.uint32]) -> None:

@@ -9,20 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from msgspec import Struct
+from simnet.summary import Expectation, Report
 
 if TYPE_CHECKING:
-    from simnet.report import Report
     from simnet.scenario import Expect
-
-
-class Expectation(Struct, frozen=True):
-    """One line of `[expect]`, judged."""
-
-    name: str
-    goal: str
-    value: str
-    met: bool
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,10 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING
 
 from simnet.charts import Bar, Line, Mark, bar_row, escape, line_chart, round_up, ticks
 from simnet.gather import Life, NodeRecord, Recording, VerdictRow
-
-if TYPE_CHECKING:
-    from simnet.report import NodeSummary, Report
+from simnet.summary import NodeSummary, Report
 
 MAX_VERDICTS = 500
 MAX_REASONS = 20

@@ -8,77 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from msgspec import Struct
-
-from simnet.expectations import Expectation, judge
-from simnet.gather import Contributor, FaultMark, Life, NodeRecord, Outcome, Recording, as_json
+from simnet.expectations import judge
+from simnet.gather import Contributor, Life, NodeRecord, Outcome, Recording, as_json
 from simnet.page import render_page
+from simnet.summary import NodeSummary, Report, Traffic
 
 GOOD_OUTCOMES: tuple[Outcome, ...] = ("finished", "reached")
-
-
-class Traffic(Struct):
-    """Bytes that a relay took in and gave out."""
-
-    bytes_in: int
-    bytes_out: int
-
-
-class NodeSummary(Struct):
-    """One node at the end."""
-
-    name: str
-    role: str
-    peer_id: str
-    state: str
-    cheat: str | None
-    standing: str | None
-    """In the ledger; nothing for a node that never handed anything in."""
-    accepted: int
-    rejected: dict[str, int]
-    refused: dict[str, int]
-    """What relays did not take from it, such as rollouts that came too late: nobody judged them."""
-    starts: int
-    exit_code: int | None
-    log: str
-
-
-class Report(Struct):
-    """What came of a simulation."""
-
-    scenario: str
-    title: str
-    run: str
-    seed: int
-    outcome: Outcome
-    problem: str
-    passed: bool
-    started_ms: int
-    wall_s: float
-    """From the first node's start until the outcome was known."""
-    steps: int
-    total_steps: int | None
-    reward: list[float | None]
-    """Mean reward of each trained step."""
-    reward_last_tenth: float | None
-    reward_gain: float | None
-    """Last tenth against first tenth."""
-    accepted: int
-    rejected: dict[str, int]
-    accepted_per_honest: int | None
-    """Of the honest contributor that had the fewest accepted."""
-    honest_rejected: int
-    cheats: int
-    cheats_evicted: int
-    cheats_accepted: int
-    trainer_wait_fraction: float | None
-    bytes_by_relay: dict[str, Traffic]
-    weights_from_relays_only: bool | None
-    """Nothing where no node downloaded anything."""
-    unexpected_exits: list[str]
-    nodes: list[NodeSummary]
-    faults: list[FaultMark]
-    expectations: list[Expectation]
 
 
 def build_report(recording: Recording) -> Report:

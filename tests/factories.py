@@ -18,6 +18,7 @@ from protocol.records import (
     Eviction,
     Manifest,
     ModelSpec,
+    Receipt,
     RolloutSpec,
     Submission,
     Tolerance,
@@ -28,6 +29,7 @@ from protocol.records import (
 
 OPERATOR = Identity.from_phrase("operator")
 VALIDATOR = Identity.from_phrase("validator")
+RELAY = Identity.from_phrase("relay")
 CHECKPOINT = b"c" * 32
 
 
@@ -118,6 +120,13 @@ def make_verdict(submission: Signed[Submission], *, by: Identity = VALIDATOR, **
         issued_at_ms=2,
     )
     return sealed(msgspec.structs.replace(record, **changes), by)
+
+
+def receipt_of(submission: Signed[Submission], *, by: Identity = RELAY, head_sequence: int = 1) -> Signed[Receipt]:
+    record = Receipt(
+        run_id=submission.record.run_id, submission=submission.id, head_sequence=head_sequence, received_at_ms=2
+    )
+    return sealed(record, by)
 
 
 def make_batch(run_id: bytes, step: int, submissions: list[Signed[Submission]], *, by: Identity = OPERATOR) -> bytes:

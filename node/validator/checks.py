@@ -1,34 +1,40 @@
 """The checks of one submission, each from its cheapest evidence to a result with numbers (INTELLECT-2, section 2.3).
 
-Whatever a rollout file holds gives results, never an exception. A failure is hard where only a lie explains it; where
-the checker itself cannot tell, the result is "unknown" and costs the contributor nothing. Leaves out the engine: what
-the policy computes arrives as `Prefill`.
+Whatever a rollout file holds gives results, never an exception. A failure is hard where only a lie explains it, and
+soft where a machine that computes oddly might; where the checker itself cannot tell, the result is "unknown" and costs
+the contributor nothing. Leaves out the engine and the comparison with what it computes (node.validator.measure).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from node.engines.assignment import Work
-from node.engines.base import Prefill
 from node.engines.tokenizer import Tokenizer
+from node.validator.measure import MeasuredChunk, MeasuredRollout
+from protocol.constants import PROOF_CHUNK_TOKENS
 from protocol.errors import MalformedError
-from protocol.records import CheckResult, Manifest, Submission
+from protocol.records import CheckResult, Manifest, Submission, Tolerance
 from protocol.rollouts import Rollout
-from protocol.sampling import margins, position_keys
-from protocol.toploc import ChunkResult, check_proof_shape, verify_proofs
+from protocol.toploc import check_proof_shape
 
 REWARD_TOLERANCE: Final = 1e-6
-_TILE_LOGITS: Final = 1 << 22
-"""Logits that are held at a time: rows × vocabulary."""
+HARD_FACTOR: Final = 8.0
+"""A limit exceeded is a soft failure: odd hardware may do it. Beyond so many times the limit it is a lie, with an
+allowance for limits near 0: half of a proof's exponents, HARD_MANTISSA units, HARD_LOGITS."""
+HARD_MANTISSA: Final = 8.0
+HARD_LOGITS: Final = 1.0
+MANTISSA_WORST: Final = 127.0
+"""Largest difference of two mantissas; what lies above says that no exponent matched."""
+FULL_TOKENS: Final = 512
+"""Tokens that the limit on a submission's mean margin is meant for."""
 _MAX_DETAIL_CHARS: Final = 240
 
 
@@ -66,6 +72,20 @@ def decode_rollouts(rows: Any) -> list[Rollout]:
         return msgspec.convert(rows, list[Rollout])
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
         raise MalformedError(f"not a list of rollouts: {str(error)[:200]}") from error
+
+
+def check_dtype(submission: Submission, manifest: Manifest) -> Finding:
+    """The number format that the contributor computed in is one that the run has limits for."""
+    fault = ""
+    if submission.dtype not in manifest.tolerances:
+        fault = f"{submission.dtype!r} is not among the run's number formats: {', '.join(sorted(manifest.tolerances))}"
+    return _finding("dtype", fault, {}, hard=False)
+
+
+def check_signed_prompts(submission: Submission, work: Work) -> Finding:
+    """The prompts signed for are those of the submission's seed; needs no rollout."""
+    signed = submission.prompts == work.prompts_digest
+    return _finding("prompt", "" if signed else "signed for other prompts than its seed gives", {})
 
 
 def check_schema(rollouts: Sequence[Rollout], submission: Submission, manifest: Manifest) -> Finding:
@@ -137,7 +157,7 @@ def _ending_fault(rollout: Rollout, stop_ids: frozenset[int], *, max_new_tokens:
 
 
 def check_proof_shapes(rollouts: Sequence[Rollout], manifest: Manifest, *, hidden_size: int) -> Finding:
-    """Each answer carries a proof per 32 tokens, of the right length; what they prove is for `PrefillChecks`."""
+    """Each answer carries a proof per 32 tokens, of the right length; what they prove is for `check_toploc`."""
     for number, rollout in enumerate(rollouts):
         try:
             check_proof_shape(
@@ -173,104 +193,93 @@ def check_rewards(rollouts: Sequence[Rollout], work: Work, *, tokenizer: Tokeniz
     return _finding("reward", "", numbers)
 
 
-@dataclass
-class PrefillChecks:
-    """TOPLOC, sampling margins and log-probabilities, from one pass of the policy over each answer."""
-
-    rollouts: Sequence[Rollout]
-    work: Work
-    manifest: Manifest
-    _chunks: list[tuple[int, ChunkResult]] = field(default_factory=list)
-    _margins: list[tuple[int, NDArray[np.float32]]] = field(default_factory=list)
-    _logprob_errors: list[tuple[int, float]] = field(default_factory=list)
-    _broken: bool = False
-
-    def add(self, prefill: Prefill) -> None:
-        """Take one answer's pass into account."""
-        rollout = self.rollouts[prefill.index]
-        for logits, rows in self._logit_tiles(prefill):
-            if not np.isfinite(logits).all():
-                self._broken = True
-                return
-            self._add_tile(prefill.index, logits, rows)
-        results = verify_proofs(prefill.patterns, rollout.proofs, self.manifest.toploc.top_k)
-        self._chunks += [(prefill.index, result) for result in results]
-
-    def findings(self) -> list[Finding]:
-        """The results over every answer added."""
-        if self._broken:
-            detail = "the policy gives logits that are not finite here"
-            return [_unknown(name, detail, {}) for name in ("toploc", "sampling", "logprob")]
-        return [self._toploc(), self._sampling(), self._logprob()]
-
-    def _logit_tiles(self, prefill: Prefill) -> Iterator[tuple[NDArray[np.float32], slice]]:
-        count = len(prefill.patterns)
-        step = max(1, _TILE_LOGITS // self.manifest.model.vocab_size)
-        for start in range(0, count, step):
-            stop = min(count, start + step)
-            yield prefill.logits(start, stop), slice(start, stop)
-
-    def _add_tile(self, index: int, logits: NDArray[np.float32], rows: slice) -> None:
-        rollout, temperature = self.rollouts[index], self.manifest.rollout.temperature
-        tokens = np.array(rollout.output_ids[rows], dtype=np.int64)
-        keys = position_keys(self.work.noise_seed(rollout.prompt_index, rollout.member), rows.stop)[rows]
-        self._margins.append((index, margins(logits, tokens, keys=keys, temperature=temperature)))
-        errors = _logprobs(logits, tokens, temperature=temperature) - np.array(rollout.logprobs[rows])
-        self._logprob_errors.append((index, float(np.abs(errors).max())))
-
-    def _toploc(self) -> Finding:
-        limits = self.manifest.toploc
-        failed = [
-            index
-            for index, chunk in self._chunks
-            if chunk.exponent_mismatches > limits.max_exponent_mismatches
-            or chunk.mantissa_mean > limits.max_mantissa_mean
-            or chunk.mantissa_median > limits.max_mantissa_median
-        ]
-        chunks = [chunk for _, chunk in self._chunks]
-        numbers = {
-            "chunks": float(len(chunks)),
-            "failed_chunks": float(len(failed)),
-            "max_exponent_mismatches": float(max(chunk.exponent_mismatches for chunk in chunks)),
-            "max_mantissa_mean": max(chunk.mantissa_mean for chunk in chunks),
-            "max_mantissa_median": max(chunk.mantissa_median for chunk in chunks),
-            "mean_mantissa_mean": sum(chunk.mantissa_mean for chunk in chunks) / len(chunks),
-        }
-        fault = f"{len(failed)} of {len(chunks)} proofs fail, the first in rollout {failed[0]}" if failed else ""
-        return _finding("toploc", fault, numbers)
-
-    def _sampling(self) -> Finding:
-        limits = self.manifest.sampling
-        every = np.concatenate([lost for _, lost in self._margins])
-        largest, mean = float(every.max()), float(every.mean(dtype=np.float64))
-        numbers = {
-            "tokens": float(every.size),
-            "max_margin": largest,
-            "mean_margin": mean,
-            "match": float((every == 0).mean()),
-        }
-        fault = ""
-        if not largest <= limits.max_margin:
-            worst = max(self._margins, key=lambda entry: float(entry[1].max()))[0]
-            fault = f"a token of rollout {worst} lost by {largest:.4g}; at most {limits.max_margin:.4g} is allowed"
-        elif not mean <= limits.max_mean_margin:
-            fault = f"tokens lost by {mean:.4g} on average; at most {limits.max_mean_margin:.4g} is allowed"
-        return _finding("sampling", fault, numbers)
-
-    def _logprob(self) -> Finding:
-        worst, largest = max(self._logprob_errors, key=lambda entry: entry[1])
-        limit = self.manifest.sampling.max_logprob_error
-        fault = "" if largest <= limit else f"rollout {worst} is off by {largest:.4g}; at most {limit:.4g} is allowed"
-        return _finding("logprob", fault, {"max_error": largest})
+def check_toploc(measured: Sequence[MeasuredRollout], tolerance: Tolerance) -> Finding:
+    """Proofs against this node's own hidden states, by chunk and on average over each rollout."""
+    chunks = [(number, chunk) for number, rollout in enumerate(measured) for chunk in rollout.chunks]
+    failed = [number for number, chunk in chunks if not _chunk_within(chunk, tolerance)]
+    far = [number for number, rollout in enumerate(measured) if not _rollout_within(rollout, tolerance)]
+    hard = any(_beyond_rounding(chunk, tolerance) for _, chunk in chunks)
+    results = [chunk.result for _, chunk in chunks]
+    means = [rollout.mantissa_mean for rollout in measured]
+    numbers = {
+        "chunks": float(len(chunks)),
+        "failed_chunks": float(len(failed)),
+        "failed_rollouts": float(len({*failed, *far})),
+        "max_exponent_mismatches": float(max(result.exponent_mismatches for result in results)),
+        "max_mantissa_mean": max(result.mantissa_mean for result in results),
+        "max_mantissa_median": max(result.mantissa_median for result in results),
+        "max_rollout_mantissa_mean": max(means),
+        "mean_mantissa_mean": sum(means) / len(means),
+    }
+    fault = ""
+    if failed:
+        fault = f"{len(failed)} of {len(chunks)} proofs fail, the first in rollout {failed[0]}"
+    elif far:
+        fault = f"the mantissas of rollout {far[0]} are off by {means[far[0]]:.3g} on average"
+    return _finding("toploc", fault, numbers, hard=hard)
 
 
-def _logprobs(logits: NDArray[np.float32], tokens: NDArray[np.int64], *, temperature: float) -> NDArray[np.float64]:
-    """log_softmax(logits / temperature) of each row's token, float64[N]."""
-    scaled = logits / np.float32(temperature)
-    scaled -= scaled.max(axis=1, keepdims=True)
-    totals: NDArray[np.float64] = np.exp(scaled).sum(axis=1, dtype=np.float64)
-    chosen: NDArray[np.float64] = scaled[np.arange(len(tokens)), tokens] - np.log(totals)
-    return chosen
+def looseness(count: int, full: int) -> float:
+    """What limits are multiplied by for a chunk of `count` < `full` rows, or a submission of few tokens.
+
+    The mean of fewer values scatters by the root of their ratio; at most twice the limit is ever granted.
+    """
+    return min(2.0, math.sqrt(full / count)) if count < full else 1.0
+
+
+def _chunk_within(chunk: MeasuredChunk, tolerance: Tolerance) -> bool:
+    loose, result = looseness(chunk.rows, PROOF_CHUNK_TOKENS), chunk.result
+    return (
+        result.exponent_mismatches <= loose * tolerance.max_exponent_mismatches
+        and result.mantissa_mean <= loose * tolerance.max_mantissa_mean
+        and result.mantissa_median <= loose * tolerance.max_mantissa_median
+    )
+
+
+def _rollout_within(rollout: MeasuredRollout, tolerance: Tolerance) -> bool:
+    return rollout.mantissa_mean <= looseness(rollout.tokens, PROOF_CHUNK_TOKENS) * tolerance.max_rollout_mantissa_mean
+
+
+def _beyond_rounding(chunk: MeasuredChunk, tolerance: Tolerance) -> bool:
+    """Whether only other weights, other inputs or a forged proof explain a chunk."""
+    most = max(chunk.points / 2, HARD_FACTOR * tolerance.max_exponent_mismatches)
+    mean = HARD_MANTISSA + HARD_FACTOR * tolerance.max_mantissa_mean
+    return chunk.result.exponent_mismatches > most or MANTISSA_WORST >= chunk.result.mantissa_mean > mean
+
+
+def check_sampling(measured: Sequence[MeasuredRollout], tolerance: Tolerance) -> Finding:
+    """Every token must win, or nearly win, with the noise that its seed fixes."""
+    tokens = sum(rollout.tokens for rollout in measured)
+    largest = [float(rollout.margins.max()) for rollout in measured]
+    worst = max(range(len(measured)), key=lambda number: largest[number])
+    mean = sum(rollout.tokens * rollout.mean_margin for rollout in measured) / tokens
+    most = looseness(tokens, FULL_TOKENS) * tolerance.max_mean_margin
+    numbers = {
+        "tokens": float(tokens),
+        "max_margin": largest[worst],
+        "mean_margin": mean,
+        "max_rollout_mean_margin": max(rollout.mean_margin for rollout in measured),
+        "match": sum(int(np.count_nonzero(rollout.margins == 0)) for rollout in measured) / tokens,
+    }
+    fault, limit = "", tolerance.max_margin
+    if not largest[worst] <= limit:
+        fault = f"a token of rollout {worst} lost by {largest[worst]:.4g}; at most {limit:.4g} is allowed"
+    elif not mean <= most:
+        fault = f"tokens lost by {mean:.4g} on average; at most {most:.4g} is allowed"
+    return _finding("sampling", fault, numbers, hard=largest[worst] > HARD_LOGITS + HARD_FACTOR * limit)
+
+
+def check_logprobs(measured: Sequence[MeasuredRollout], tolerance: Tolerance) -> Finding:
+    """Recorded log-probabilities against this node's own: training weighs the answers by them."""
+    worst = max(range(len(measured)), key=lambda number: measured[number].logprob_error)
+    largest, limit = measured[worst].logprob_error, tolerance.max_logprob_error
+    fault = "" if largest <= limit else f"rollout {worst} is off by {largest:.4g}; at most {limit:.4g} is allowed"
+    return _finding("logprob", fault, {"max_error": largest}, hard=largest > HARD_LOGITS + HARD_FACTOR * limit)
+
+
+def checks_impossible(detail: str) -> list[Finding]:
+    """The results where this node's own pass gave nothing to compare with."""
+    return [_unknown(name, detail, {}) for name in ("toploc", "sampling", "logprob")]
 
 
 def _finding(name: str, fault: str, numbers: dict[str, float], *, hard: bool = True) -> Finding:

@@ -11,29 +11,35 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from node.compute.serve import serve
-from node.engines.assignment import derive_work
+from node.engines.assignment import Work, derive_work
 from node.engines.base import Engine
 from node.engines.tokenizer import Tokenizer
 from node.engines.torch_engine import engine_from_environment
 from node.validator.checks import (
     Decision,
     Finding,
-    PrefillChecks,
+    check_dtype,
+    check_logprobs,
     check_prompts,
     check_proof_shapes,
     check_rewards,
+    check_sampling,
     check_schema,
+    check_signed_prompts,
     check_termination,
+    check_toploc,
+    checks_impossible,
     decide,
     decode_rollouts,
 )
+from node.validator.measure import MeasuredRollout, Measurer
 from protocol.errors import MalformedError, ModelError
 from protocol.records import CheckResult, Manifest, Submission
 from protocol.rollouts import Rollout
@@ -70,6 +76,15 @@ class _Claim:
         )
 
 
+@dataclass
+class _Judged:
+    """What came of one submission so far."""
+
+    rollouts: list[Rollout] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    measured: Sequence[MeasuredRollout] = ()
+
+
 class Judge:
     """Holds the newest policies, each in an engine of its own, and judges submissions of any of them."""
 
@@ -94,19 +109,20 @@ class Judge:
     ) -> dict[str, Any]:
         """Judge one submission. Records are msgpack, `rollouts` is what the reader of the file gave.
 
-        Gives outcome, hard, reason, checks, mean_reward, output_tokens, engine, dtype, seconds. Any rollouts whatsoever
-        give a judgement; raises MalformedError for records that do not decode, ModelError for a policy not held.
+        Gives outcome, hard, reason, checks, mean_reward, output_tokens, engine, dtype, seconds, and as evidence for
+        the test over many submissions (node.validator.suspicion) each rollout's mean margin and mantissa mean.
+        Any rollouts whatsoever give a judgement; raises MalformedError for records that do not decode, ModelError for
+        a policy not held.
         """
         started = time.monotonic()
         claim = _Claim(run_id, contributor, _decode(submission, Submission), _decode(manifest, Manifest))
         policy = self._policy(claim.record.checkpoint)
-        findings: list[Finding] = []
-        rows: list[Rollout] = []
+        judged = _Judged()
         try:
-            rows = decode_rollouts(rollouts)
+            judged.rollouts = decode_rollouts(rollouts)
         except MalformedError as error:
-            findings.append(Finding(CheckResult(name="schema", outcome="fail", detail=error.message[:240])))
-        return _judgement(_decide(findings, rows, claim, policy), findings, rows, policy, started=started)
+            judged.findings.append(Finding(CheckResult(name="schema", outcome="fail", detail=error.message[:240])))
+        return _judgement(_decide(judged, claim, policy), judged, policy, started=started)
 
     def _policy(self, checkpoint: bytes) -> _Policy:
         if checkpoint not in self._policies:
@@ -115,47 +131,70 @@ class Judge:
         return self._policies[checkpoint]
 
 
-def _decide(findings: list[Finding], rollouts: Sequence[Rollout], claim: _Claim, policy: _Policy) -> Decision:
+def _decide(judged: _Judged, claim: _Claim, policy: _Policy) -> Decision:
     """Run the checks, unless the rollouts did not even decode, and say what follows."""
     try:
-        if not findings:
-            _check(findings, rollouts, claim, policy)
+        if not judged.findings:
+            _check(judged, claim, policy)
     except MemoryError:
         raise
     except Exception as error:
         # Whatever fails in here is this validator's fault or its engine's, and must cost the contributor nothing.
         _log.exception("judgement failed contributor=%s", claim.contributor.hex()[:12])
         return Decision("undecided", False, f"internal: {type(error).__name__}: {str(error)[:200]}")
-    return decide(findings)
+    return decide(judged.findings)
 
 
-def _check(findings: list[Finding], rollouts: Sequence[Rollout], claim: _Claim, policy: _Policy) -> None:
-    """Add findings to the list, cheapest first, up to the first failure that makes the rest pointless."""
-    run = claim.manifest
+def _check(judged: _Judged, claim: _Claim, policy: _Policy) -> None:
+    """Add findings, cheapest first, up to the first failure that makes the rest pointless."""
+    run, rollouts = claim.manifest, judged.rollouts
     work = derive_work(run, policy.tokenizer, seed=claim.seed)
-    cheap: tuple[Callable[[], Finding], ...] = (
-        lambda: check_schema(rollouts, claim.record, run),
-        lambda: check_prompts(rollouts, work),
-        lambda: check_termination(rollouts, run),
-        lambda: check_proof_shapes(rollouts, run, hidden_size=policy.engine.info.hidden_size),
+    width = policy.engine.info.hidden_size
+    cheap: tuple[tuple[bool, Callable[[], Finding]], ...] = (
+        (True, lambda: check_dtype(claim.record, run)),
+        (False, lambda: check_signed_prompts(claim.record, work)),
+        (True, lambda: check_schema(rollouts, claim.record, run)),
+        (True, lambda: check_prompts(rollouts, work)),
+        (True, lambda: check_termination(rollouts, run)),
+        (False, lambda: check_proof_shapes(rollouts, run, hidden_size=width)),
     )
-    for check in cheap:
-        findings.append(check())
-        if findings[-1].result.outcome == "fail":
+    for shown, check in cheap:  # the others are first parts of a later check of the same name
+        finding = check()
+        if shown or finding.result.outcome == "fail":
+            judged.findings.append(finding)
+        if finding.result.outcome == "fail":
             return
-    findings.pop()  # the proofs' shapes hold; what they say gives the result of that name
-    checks = PrefillChecks(rollouts, work, run)
+    judged.findings += _prefill_findings(judged, claim, work, policy)
+    judged.findings.append(check_rewards(rollouts, work, tokenizer=policy.tokenizer))
+
+
+def _prefill_findings(judged: _Judged, claim: _Claim, work: Work, policy: _Policy) -> list[Finding]:
+    run, rollouts = claim.manifest, judged.rollouts
+    measurer = Measurer(
+        rollouts,
+        work.noise_seed,
+        temperature=run.rollout.temperature,
+        top_k=run.toploc.top_k,
+        vocab_size=run.model.vocab_size,
+    )
     for prefill in policy.engine.prefill([(rollout.prompt_ids, rollout.output_ids) for rollout in rollouts]):
-        checks.add(prefill)
-    findings += checks.findings()
-    findings.append(check_rewards(rollouts, work, tokenizer=policy.tokenizer))
+        measurer.add(prefill)
+    measured = measurer.results()
+    if measurer.broken:
+        return checks_impossible("the policy gives logits that are not finite here")
+    judged.measured = measured
+    tolerance = run.tolerances[claim.record.dtype]
+    return [
+        check_toploc(measured, tolerance),
+        check_sampling(measured, tolerance),
+        check_logprobs(measured, tolerance),
+    ]
 
 
-def _judgement(
-    decision: Decision, findings: Sequence[Finding], rollouts: Sequence[Rollout], policy: _Policy, *, started: float
-) -> dict[str, Any]:
+def _judgement(decision: Decision, judged: _Judged, policy: _Policy, *, started: float) -> dict[str, Any]:
     info = policy.engine.info
-    sound = bool(findings) and findings[0].result.outcome == "pass"
+    findings, rollouts = judged.findings, judged.rollouts
+    sound = any(finding.result.name == "schema" and finding.result.outcome == "pass" for finding in findings)
     return {
         "outcome": decision.outcome,
         "hard": decision.hard,
@@ -166,6 +205,7 @@ def _judgement(
         "engine": f"{info.name} {info.version}",
         "dtype": info.dtype,
         "seconds": time.monotonic() - started,
+        "evidence": [[rollout.mean_margin, rollout.mantissa_mean] for rollout in judged.measured],
     }
 
 

@@ -1,25 +1,44 @@
-"""What a validator has judged, on disk: one SQLite file of its verdicts and the relays that still lack them."""
+"""What a validator has to judge and has judged, on disk: one SQLite file of open cases, of verdicts, and of the relays
+that still lack them."""
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.envelope import Signed, open_envelope
 from protocol.errors import DataDirError
 from protocol.identity import PeerId
-from protocol.records import Submission, Verdict
+from protocol.records import Receipt, Submission, Verdict
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS verdicts (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, submission BLOB UNIQUE NOT NULL, outcome TEXT NOT NULL, reason TEXT NOT NULL,
     envelope BLOB NOT NULL
 );
-CREATE TABLE IF NOT EXISTS opened (submission BLOB PRIMARY KEY, relay BLOB NOT NULL, envelope BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS cases (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, submission BLOB UNIQUE NOT NULL, envelope BLOB NOT NULL,
+    receipt BLOB NOT NULL, seen_sequence INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS sources (submission BLOB NOT NULL, relay BLOB NOT NULL, PRIMARY KEY (submission, relay));
 CREATE TABLE IF NOT EXISTS posted (submission BLOB NOT NULL, relay BLOB NOT NULL, PRIMARY KEY (submission, relay));
 """
+
+
+@dataclass(frozen=True)
+class OpenCase:
+    """A submission that waits for its verdict."""
+
+    submission: Signed[Submission]
+    receipt: Signed[Receipt]
+    """The first that was seen."""
+    seen_sequence: int
+    """Sequence of the newest head that this validator knew when it first saw the submission."""
+    relays: tuple[PeerId, ...]
+    """Who has the file."""
 
 
 class Docket:
@@ -38,18 +57,35 @@ class Docket:
         with self._errors():
             return self._db.execute("SELECT 1 FROM verdicts WHERE submission = ?", (submission,)).fetchone() is not None
 
-    def open(self, submission: Signed[Submission], relay: PeerId) -> None:
-        """Remember a submission that must be judged, and where its file lies, whatever happens in between."""
-        with self._errors():
+    def open(self, submission: Signed[Submission], receipt: Signed[Receipt], *, seen_sequence: int) -> None:
+        """Remember a submission that must be judged, whatever happens in between, and one more relay that has it.
+
+        The first receipt stays, and the sequence of the newest head that was known when it came.
+        """
+        with self._errors(), self._db:
+            self._db.execute("BEGIN")
             self._db.execute(
-                "INSERT OR REPLACE INTO opened VALUES (?, ?, ?)", (submission.id, relay.public_key, submission.data)
+                "INSERT OR IGNORE INTO cases (submission, envelope, receipt, seen_sequence) VALUES (?, ?, ?, ?)",
+                (submission.id, submission.data, receipt.data, seen_sequence),
+            )
+            self._db.execute(
+                "INSERT OR IGNORE INTO sources VALUES (?, ?)", (submission.id, receipt.author.public_key)
             )
 
-    def opened(self) -> list[tuple[PeerId, Signed[Submission]]]:
-        """Submissions that still wait for a verdict."""
+    def opened(self, limit: int) -> list[OpenCase]:
+        """The oldest submissions that still wait for a verdict."""
+        query = "SELECT submission, envelope, receipt, seen_sequence FROM cases ORDER BY seq LIMIT ?"
         with self._errors():
-            rows = self._db.execute("SELECT relay, envelope FROM opened ORDER BY rowid").fetchall()
-        return [(PeerId(relay), open_envelope(envelope, Submission)) for relay, envelope in rows]
+            return [self._case(*row) for row in self._db.execute(query, (limit,)).fetchall()]
+
+    def _case(self, key: bytes, envelope: bytes, receipt: bytes, seen_sequence: int) -> OpenCase:
+        relays = self._db.execute("SELECT relay FROM sources WHERE submission = ? ORDER BY rowid", (key,)).fetchall()
+        return OpenCase(
+            open_envelope(envelope, Submission),
+            open_envelope(receipt, Receipt),
+            seen_sequence,
+            tuple(PeerId(relay) for (relay,) in relays),
+        )
 
     def add(self, verdict: Signed[Verdict]) -> None:
         """Keep a verdict and close its case; the first verdict about a submission stays."""
@@ -60,7 +96,8 @@ class Docket:
                 "INSERT OR IGNORE INTO verdicts (submission, outcome, reason, envelope) VALUES (?, ?, ?, ?)",
                 (record.submission, record.outcome, record.reason, verdict.data),
             )
-            self._db.execute("DELETE FROM opened WHERE submission = ?", (record.submission,))
+            for table in ("cases", "sources"):
+                self._db.execute(f"DELETE FROM {table} WHERE submission = ?", (record.submission,))
 
     def unposted(self, relay: PeerId, limit: int = 64) -> list[tuple[bytes, bytes]]:
         """Verdicts that this relay has not taken: submission id and envelope, oldest first."""

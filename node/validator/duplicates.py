@@ -120,7 +120,9 @@ def _min_hash(tokens: NDArray[np.uint64]) -> bytes:
     grams = np.zeros(max(1, len(tokens) - _GRAM_TOKENS + 1), dtype=np.uint64)
     for offset in range(min(_GRAM_TOKENS, len(tokens))):
         grams = _mixed(grams ^ tokens[offset : offset + len(grams)])
-    least = [_mixed(grams ^ np.uint64(seed * _MIX % (1 << 64))).min() >> np.uint64(32) for seed in range(1, 1 + _HASHES)]
+    least = [
+        _mixed(grams ^ np.uint64(seed * _MIX % (1 << 64))).min() >> np.uint64(32) for seed in range(1, 1 + _HASHES)
+    ]
     return np.array(least, dtype="<u4").tobytes()
 
 
@@ -172,25 +174,26 @@ class AnswerIndex:
         likeness = Likeness(compared=len(answers))
         within: set[tuple[bytes, bytes]] = set()
         for one in answers:
-            if not self._is_known(one, origin, likeness) and (one.prompt, one.answer) in within:
-                _alike(likeness, "one another") if one.nats >= COINCIDENCE_NATS else None
+            sources = list(self._sources(one, origin, likeness))
+            copied = [text for text, is_copy in sources if is_copy]
+            if copied:
+                likeness.copies += 1
+                likeness.source = copied[0]
+            elif sources or ((one.prompt, one.answer) in within and one.nats >= COINCIDENCE_NATS):
+                likeness.alike += 1
+                likeness.source = likeness.source or (sources[0][0] if sources else "one another")
             within.add((one.prompt, one.answer))
         return likeness
 
-    def _is_known(self, one: Answer, origin: Origin, likeness: Likeness) -> bool:
+    def _sources(self, one: Answer, origin: Origin, likeness: Likeness) -> Iterator[tuple[str, bool]]:
+        """Earlier answers that this one is like: whose, and whether it can only be a copy of it."""
         for answer, sketch, nats, contributor, submission, beat in self._of_prompt(one.prompt, origin.submission):
             shared = similarity(one.sketch, sketch)
             likeness.closest = max(likeness.closest, shared)
-            if nats < COINCIDENCE_NATS or (shared < NEAR and answer != one.answer):
-                continue
-            source = f"submission {submission.hex()[:12]} of {PeerId(contributor).short}"
-            if answer == one.answer and contributor != origin.contributor.public_key and beat < origin.beat:
-                likeness.copies += 1
-                likeness.source = source
-            else:
-                _alike(likeness, source)
-            return True
-        return False
+            if nats >= COINCIDENCE_NATS and (shared >= NEAR or answer == one.answer):
+                foreign = contributor != origin.contributor.public_key
+                whose = f"submission {submission.hex()[:12]} of {PeerId(contributor).short}"
+                yield whose, answer == one.answer and foreign and beat < origin.beat
 
     def _of_prompt(self, prompt: bytes, submission: bytes) -> list[tuple[Any, ...]]:
         query = (
@@ -209,8 +212,3 @@ class AnswerIndex:
                 f"cannot use the index of answers {self._path}: {error}",
                 hint="remove the file: it is only a memory of recent answers, and the node starts a new one",
             ) from error
-
-
-def _alike(likeness: Likeness, source: str) -> None:
-    likeness.alike += 1
-    likeness.source = likeness.source or source

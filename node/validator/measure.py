@@ -8,6 +8,7 @@ decided in node.validator.checks; calibration uses the same numbers.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -63,50 +64,46 @@ class MeasuredRollout:
         return total / self.tokens
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Some rows of one rollout whose logits wait to be compared."""
-
-    index: int
-    part: slice
-    logits: NDArray[np.float32]
-
-
 class Measurer:
     """Measures the rollouts of one submission. `broken` says that the policy gives logits that are not finite."""
 
     def __init__(
         self,
         rollouts: Sequence[Rollout],
-        noise_seed: Callable[[Rollout], bytes],
+        noise_seed: Callable[[int, int], bytes],
         *,
         temperature: float,
         top_k: int,
+        vocab_size: int,
     ) -> None:
+        """`noise_seed` gives the seed of the noise of (prompt index, member)."""
         self.broken = False
         self._rollouts = rollouts
         self._noise_seed = noise_seed
         self._temperature = temperature
         self._top_k = top_k
+        self._tile_rows = max(1, _TILE_LOGITS // vocab_size)
         counts = [len(rollout.output_ids) for rollout in rollouts]
         self._measured = [MeasuredRollout(count, np.full(count, np.inf, np.float32)) for count in counts]
-        self._keys: dict[int, NDArray[np.uint32]] = {}
-        self._rows: list[_Rows] = []
-        self._proofs: list[tuple[int, NDArray[np.uint16]]] = []
+        self._rows: list[tuple[int, slice, NDArray[np.float32]]] = []
+        """Rollout, its rows, their logits: what waits to be compared."""
+        self._waiting_rows = 0
+        self._patterns: list[tuple[int, NDArray[np.uint16]]] = []
+        self._waiting_values = 0
 
     def add(self, prefill: Prefill) -> None:
-        """Take one answer's pass into account, at once or with later ones."""
-        if self.broken:
-            return
-        index, (count, width) = prefill.index, prefill.patterns.shape
-        self._keys[index] = position_keys(self._noise_seed(self._rollouts[index]), count)
-        self._proofs.append((index, prefill.patterns))
-        if sum(patterns.size for _, patterns in self._proofs) >= _TILE_VALUES or width == 0:
+        """Take one answer's pass into account, at once or together with later ones."""
+        count = len(prefill.patterns)
+        for start in range(0, count, self._tile_rows):
+            part = slice(start, min(count, start + self._tile_rows))
+            self._rows.append((prefill.index, part, prefill.logits(part.start, part.stop)))
+            self._waiting_rows += part.stop - part.start
+            if self._waiting_rows >= self._tile_rows:
+                self._compare()
+        self._patterns.append((prefill.index, prefill.patterns))
+        self._waiting_values += prefill.patterns.size
+        if self._waiting_values >= _TILE_VALUES:
             self._verify()
-        start = 0
-        while start < count:
-            # The vocabulary's size is the engine's to know: one row tells it, the others come in whole tiles.
-            start += self._add_rows(prefill, start, count)
 
     def results(self) -> list[MeasuredRollout]:
         """The numbers of every rollout, in order, once all were added."""
@@ -114,11 +111,66 @@ class Measurer:
         self._verify()
         return self._measured
 
-    def _add_rows(self, prefill: Prefill, start: int, count: int) -> int:
-        vocabulary = self._rows[0].logits.shape[1] if self._rows else 0
-        step = max(1, _TILE_LOGITS // vocabulary) if vocabulary else 1
-        part = slice(start, min(count, start + step))
-        self._rows.append(_Rows(prefill.index, part, prefill.logits(part.start, part.stop)))
-        if sum(rows.logits.size for rows in self._rows) >= _TILE_LOGITS:
-            self._compare()
-        return part.stop - part.start
+    def _compare(self) -> None:
+        """Margins and log-probabilities of the rows that wait."""
+        waiting, self._rows, self._waiting_rows = self._rows, [], 0
+        if not waiting:
+            return
+        logits = np.concatenate([logits for _, _, logits in waiting]) if len(waiting) > 1 else waiting[0][2]
+        if not np.isfinite(logits).all():
+            self.broken = True
+            return
+        tokens = np.concatenate([self._rollouts[index].output_ids[part] for index, part, _ in waiting])
+        keys = np.concatenate([self._keys(index, part) for index, part, _ in waiting])
+        lost = margins(logits, tokens, keys=keys, temperature=self._temperature)
+        logprobs = _logprobs(logits, tokens, temperature=self._temperature)
+        start = 0
+        for index, part, _ in waiting:
+            stop = start + part.stop - part.start
+            measured, recorded = self._measured[index], np.array(self._rollouts[index].logprobs[part])
+            measured.margins[part] = lost[start:stop]
+            error = float(np.abs(logprobs[start:stop] - recorded).max())
+            measured.logprob_error = max(measured.logprob_error, error)
+            start = stop
+
+    def _keys(self, index: int, part: slice) -> NDArray[np.uint32]:
+        rollout = self._rollouts[index]
+        return position_keys(self._noise_seed(rollout.prompt_index, rollout.member), part.stop)[part]
+
+    def _verify(self) -> None:
+        """The proofs of the rollouts that wait, those of as many rows together."""
+        waiting, self._patterns, self._waiting_values = self._patterns, [], 0
+        by_rows: dict[int, list[tuple[int, NDArray[np.uint16], bytes]]] = defaultdict(list)
+        for index, patterns in waiting:
+            for number, proof in enumerate(self._rollouts[index].proofs):
+                chunk = patterns[number * PROOF_CHUNK_TOKENS : (number + 1) * PROOF_CHUNK_TOKENS]
+                by_rows[len(chunk)].append((index, chunk, proof))
+        for rows in sorted(by_rows, reverse=True):  # a rollout's full chunks before its short last one
+            chunks = np.stack([chunk for _, chunk, _ in by_rows[rows]])
+            results = _verify_chunks(chunks, [proof for _, _, proof in by_rows[rows]], self._top_k)
+            points = min(self._top_k, rows * chunks.shape[2])
+            for (index, _, _), result in zip(by_rows[rows], results, strict=True):
+                self._measured[index].chunks.append(MeasuredChunk(rows, points, result))
+
+
+def _verify_chunks(chunks: NDArray[np.uint16], proofs: Sequence[bytes], top_k: int) -> list[ChunkResult]:
+    """A result per chunk of uint16[chunks, rows, H], all of as many rows.
+
+    Verifying many chunks together is many times cheaper. A proof knows only the place of a value in its chunk, so a
+    short chunk may be seen as a full one of narrower rows where its values divide into as many rows.
+    """
+    count, rows, width = chunks.shape
+    if rows * width % PROOF_CHUNK_TOKENS == 0:
+        return verify_proofs(chunks.reshape(count * PROOF_CHUNK_TOKENS, -1), proofs, top_k)
+    pairs = zip(chunks, proofs, strict=True)
+    return [result for chunk, proof in pairs for result in verify_proofs(chunk, [proof], top_k)]
+
+
+def _logprobs(logits: NDArray[np.float32], tokens: NDArray[np.int64], *, temperature: float) -> NDArray[np.float64]:
+    """log_softmax(logits / temperature) of each row's token, float64[N]."""
+    scaled = logits / np.float32(temperature)
+    scaled -= scaled.max(axis=1, keepdims=True)
+    chosen: NDArray[np.float64] = scaled[np.arange(len(tokens)), tokens].astype(np.float64)
+    totals: NDArray[np.float64] = np.exp(scaled, out=scaled).sum(axis=1, dtype=np.float64)
+    chosen -= np.log(totals)
+    return chosen

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from factories import make_submission, make_verdict
+from factories import make_submission, make_verdict, receipt_of
 
 from node.validator.docket import Docket
 from protocol.identity import Identity
 
 RUN = b"r" * 32
 ALICE = Identity.from_phrase("alice")
-RELAY, OTHER = Identity.from_phrase("relay").peer_id, Identity.from_phrase("other").peer_id
+FIRST_RELAY, OTHER_RELAY = Identity.from_phrase("relay"), Identity.from_phrase("other")
+RELAY, OTHER = FIRST_RELAY.peer_id, OTHER_RELAY.peer_id
 
 
 @pytest.fixture
@@ -22,12 +23,23 @@ def docket(tmp_path: Path) -> Docket:
 
 def test_open_case_survives_a_restart_until_its_verdict(tmp_path: Path, docket: Docket) -> None:
     submission = make_submission(ALICE, RUN)
-    docket.open(submission, RELAY)
+    docket.open(submission, receipt_of(submission), seen_sequence=4)
     again = Docket(tmp_path / "docket.sqlite")
-    assert [(relay, one.id) for relay, one in again.opened()] == [(RELAY, submission.id)]
+    (case,) = again.opened(9)
+    assert (case.submission.id, case.seen_sequence, case.relays) == (submission.id, 4, (RELAY,))
     again.add(make_verdict(submission))
-    assert again.opened() == []
+    assert again.opened(9) == []
     assert again.judged(submission.id)
+
+
+def test_first_receipt_stays_and_every_relay_that_has_the_file_is_remembered(docket: Docket) -> None:
+    """A relay that shows a submission late must not move its beacon."""
+    submission = make_submission(ALICE, RUN)
+    docket.open(submission, receipt_of(submission, head_sequence=3), seen_sequence=4)
+    docket.open(submission, receipt_of(submission, by=OTHER_RELAY, head_sequence=9), seen_sequence=9)
+    (case,) = docket.opened(9)
+    assert (case.receipt.record.head_sequence, case.seen_sequence) == (3, 4)
+    assert case.relays == (RELAY, OTHER)
 
 
 def test_every_relay_gets_every_verdict_once(docket: Docket) -> None:

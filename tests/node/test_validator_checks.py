@@ -112,7 +112,7 @@ def test_long_honest_rollouts_of_every_architecture_are_accepted(name, tmp_path)
 def test_a_verdict_carries_what_was_measured(judge, manifest, alice):
     judgement = judge_rollouts(judge, manifest, alice)
     names = [check["name"] for check in judgement["checks"]]
-    assert names == ["schema", "prompt", "termination", "toploc", "sampling", "logprob", "reward"]
+    assert names == ["dtype", "schema", "prompt", "termination", "toploc", "sampling", "logprob", "reward"]
     assert numbers(judgement, "toploc")["chunks"] == len(alice.rollouts)
     assert numbers(judgement, "sampling")["tokens"] == judgement["output_tokens"] == alice.record.output_tokens
     assert numbers(judgement, "sampling")["match"] > 0.99

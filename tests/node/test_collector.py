@@ -1,0 +1,159 @@
+"""The trainer's collector: from feeds to the ledger, in whatever order relays and validators speak."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import trio
+import trio.testing
+from factories import OPERATOR, make_manifest, make_submission, make_verdict
+
+from node.feeds import Feeds
+from node.ledger_file import LedgerFile
+from node.relay_client import FeedItem
+from node.trainer.collector import Collector
+from protocol.envelope import Signed
+from protocol.errors import RelayError
+from protocol.identity import Identity
+from protocol.ledger import LedgerState
+
+RUN = b"r" * 32
+ALICE, BOB = Identity.from_phrase("alice"), Identity.from_phrase("bob")
+
+
+class FakeRelay:
+    """Has every file, unless it is told to be away."""
+
+    def __init__(self) -> None:
+        self.peer_id = Identity.from_phrase("relay").peer_id
+        self.away = False
+        self.fetched = 0
+
+    async def file(self, submission: Signed[Any], path: Path) -> None:
+        if self.away:
+            raise RelayError("the relay is away")
+        self.fetched += 1
+        path.write_bytes(b"rollouts")
+
+
+class FakeFeeds:
+    """Items are handed over one by one."""
+
+    def __init__(self, relay: FakeRelay) -> None:
+        self.relay = relay
+        self.silent: frozenset[Any] = frozenset()
+        self._send, self._receive = trio.open_memory_channel[FeedItem](100)
+        self.taken = 0
+
+    def say(self, *records: Signed[Any]) -> None:
+        for number, signed in enumerate(records):
+            self._send.send_nowait(FeedItem(seq=number + 1, signed=signed))
+
+    async def next(self) -> tuple[FakeRelay, FeedItem]:
+        return self.relay, await self._receive.receive()
+
+    def done(self, relay: FakeRelay, item: FeedItem) -> None:
+        self.taken += 1
+
+
+class World:
+    """A collector with its ledger and one relay."""
+
+    def __init__(self, directory: Path) -> None:
+        self.relay = FakeRelay()
+        self.feeds = FakeFeeds(self.relay)
+        self.ledger = LedgerFile(directory / "ledger", LedgerState(RUN, make_manifest()))
+        self.collector = Collector(OPERATOR, self.ledger, cast(Feeds, self.feeds), directory / "rollouts")
+
+    @property
+    def state(self) -> LedgerState:
+        return self.ledger.state
+
+    async def hear(self, *records: Signed[Any]) -> None:
+        """Let the collector take these items, and nothing after them."""
+        wanted = self.feeds.taken + len(records)
+        self.feeds.say(*records)
+        with trio.fail_after(5):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self.collector.run)
+                while self.feeds.taken < wanted:
+                    await trio.testing.wait_all_tasks_blocked()
+                nursery.cancel_scope.cancel()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+async def test_accepted_submission_enters_with_its_verdict_after_its_file(world: World) -> None:
+    submission = make_submission(ALICE, RUN)
+    await world.hear(submission, make_verdict(submission))
+    assert world.state.usable(0) == [submission.id]
+    assert world.collector.file(submission.id).read_bytes() == b"rollouts"
+
+
+async def test_verdict_may_come_before_its_submission(world: World) -> None:
+    """Two relays: one announces the verdict before the other announces the submission."""
+    submission = make_submission(ALICE, RUN)
+    await world.hear(make_verdict(submission), submission)
+    assert world.state.usable(0) == [submission.id]
+
+
+async def test_nothing_is_accepted_before_its_file_is_on_disk(world: World) -> None:
+    submission = make_submission(ALICE, RUN)
+    world.relay.away = True
+    await world.hear(submission, make_verdict(submission))
+    assert world.state.length == 0
+    world.relay.away = False
+    await world.hear(make_verdict(submission))
+    assert world.state.usable(0) == [submission.id]
+
+
+async def test_later_indices_wait_for_earlier_ones(world: World) -> None:
+    """Verdicts come out of order; the ledger takes one contributor's submissions by index."""
+    first, second, third = (make_submission(ALICE, RUN, index=index) for index in range(3))
+    await world.hear(third, make_verdict(third), second, make_verdict(second))
+    assert world.state.length == 0
+    await world.hear(first, make_verdict(first))
+    assert [one.record.index for one in world.state.submissions.values()] == [0, 1, 2]
+
+
+async def test_repeats_change_nothing(world: World) -> None:
+    submission = make_submission(ALICE, RUN)
+    await world.hear(submission, make_verdict(submission), submission, make_verdict(submission))
+    assert world.state.length == 2
+    assert world.relay.fetched == 1
+
+
+async def test_hard_rejection_evicts_and_costs_no_download(world: World) -> None:
+    submission = make_submission(ALICE, RUN)
+    await world.hear(submission, make_verdict(submission, outcome="reject", hard=True, reason="toploc: other model"))
+    assert world.state.evicted == {ALICE.peer_id}
+    assert world.relay.fetched == 0
+
+
+async def test_undecided_is_noted_and_holds_nobody_up(world: World) -> None:
+    first, second = make_submission(ALICE, RUN), make_submission(ALICE, RUN, index=1)
+    await world.hear(first, make_verdict(first, outcome="undecided", reason="the engine failed"))
+    await world.hear(second, make_verdict(second))
+    assert world.state.usable(0) == [second.id]
+    assert world.state.evicted == set()
+
+
+async def test_pending_counts_what_a_batch_could_still_use(world: World) -> None:
+    waiting, judged = make_submission(ALICE, RUN), make_submission(BOB, RUN)
+    await world.hear(waiting, judged, make_verdict(judged))
+    assert world.collector.pending(0) == 1
+    assert world.collector.pending(5) == 0, "its policy is too old for step 5"
+    assert not world.collector.has_all(0)
+
+
+async def test_evicted_contributors_are_not_waited_for(world: World) -> None:
+    """Back-pressure: a cheat's unjudged submissions must not make honest contributors pause."""
+    bad, rest = make_submission(ALICE, RUN), make_submission(ALICE, RUN, index=1)
+    await world.hear(bad, make_verdict(bad, outcome="reject", hard=True, reason="seed: another"), rest)
+    assert world.collector.pending(0) == 0
+    assert world.collector.has_all(0)
