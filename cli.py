@@ -16,6 +16,7 @@ import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from node.config import NodeConfig, default_data_dir, default_text, describe, passphrase_from, resolve
@@ -32,8 +33,12 @@ app = typer.Typer(
 )
 run_app = typer.Typer(no_args_is_help=True, help="Create a run, or show the one in a data directory.")
 simnet_app = typer.Typer(no_args_is_help=True, help="Run many nodes on this machine.")
+dht_app = typer.Typer(no_args_is_help=True, help="Look into the DHT that runs are found through.")
+verdict_app = typer.Typer(no_args_is_help=True, help="Look into what validators said.")
 app.add_typer(run_app, name="run")
+app.add_typer(verdict_app, name="verdict")
 app.add_typer(simnet_app, name="simnet")
+app.add_typer(dht_app, name="dht")
 
 DataDirOption = Annotated[
     Path | None,
@@ -69,6 +74,7 @@ def start(
     bootstrap: Annotated[list[str] | None, _setting("bootstrap")] = None,
     data_dir: Annotated[str | None, _setting("data_dir")] = None,
     listen: Annotated[list[str] | None, _setting("listen")] = None,
+    announce: Annotated[list[str] | None, _setting("announce")] = None,
     http_host: Annotated[str | None, _setting("http_host")] = None,
     http_port: Annotated[int | None, _setting("http_port")] = None,
     public_url: Annotated[str | None, _setting("public_url")] = None,
@@ -143,6 +149,115 @@ def show_status(
         print_status(fetch_status(directory))
 
 
+@app.command("peers")
+def show_peers(data_dir: DataDirOption = None, as_json: JsonOption = False) -> None:
+    """Show whom the node of a data directory knows in the DHT, whether others reach it, and who misbehaved."""
+    from node.peers_show import describe_discovery, print_discovery
+
+    described = describe_discovery(_begin(data_dir))
+    if as_json:
+        typer.echo(json.dumps(described))
+    else:
+        print_discovery(described)
+
+
+DhtRunOption = Annotated[str | None, typer.Option("--run", help="Address of the run; default: the running node's.")]
+DhtBootstrapOption = Annotated[
+    list[str] | None, typer.Option("--bootstrap", help="Peers to ask; default: those this directory's node knows.")
+]
+
+
+@dht_app.command("find")
+def find_in_dht(
+    run: DhtRunOption = None,
+    bootstrap: DhtBootstrapOption = None,
+    data_dir: DataDirOption = None,
+    timeout_s: Annotated[float, typer.Option("--timeout-s", min=1, max=300, help="Seconds to look for.")] = 20.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Look for a run and its relays, as a node that joins does."""
+    from node.dht_show import find_run, print_run
+
+    found = find_run(_begin(data_dir), run=run, bootstrap=bootstrap or [], timeout_s=timeout_s)
+    if as_json:
+        typer.echo(json.dumps(found))
+    else:
+        print_run(found)
+    raise typer.Exit(0 if found["manifest"] and found["relays"] else 1)
+
+
+@dht_app.command("get")
+def get_from_dht(
+    key: Annotated[str, typer.Argument(help="`run`, a relay's peer id, or a whole key /intellect/…")],
+    run: DhtRunOption = None,
+    bootstrap: DhtBootstrapOption = None,
+    data_dir: DataDirOption = None,
+    timeout_s: Annotated[float, typer.Option("--timeout-s", min=1, max=300, help="Seconds to look for.")] = 20.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Get one record from several peers and show the newest: who signed it, since when, until when."""
+    from node.dht_show import get_record, print_record
+
+    found = get_record(_begin(data_dir), key, run=run, bootstrap=bootstrap or [], timeout_s=timeout_s)
+    if as_json:
+        typer.echo(json.dumps(found))
+    else:
+        print_record(found)
+    raise typer.Exit(0 if found["record"] else 1)
+
+
+@app.command("calibrate")
+def calibrate_machine(
+    data_dir: DataDirOption = None,
+    run: Annotated[str | None, typer.Option("--run", help="Address of the run; default: the directory's.")] = None,
+    model: Annotated[Path | None, typer.Option("--model", help="A model directory instead of the held policy.")] = None,
+    recipe: Annotated[str | None, typer.Option("--recipe", help="A recipe's limits instead of a run's.")] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="Number format: float32 or bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option("--device", help="What to generate on: cpu or cuda.")] = "cpu",
+    threads: Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0: as torch chooses.")] = 1,
+    rollouts: Annotated[int, typer.Option("--rollouts", min=3, help="How many answers to generate and check.")] = 384,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure whether this machine's honest work would pass a run's checks."""
+    from rich.console import Console
+
+    from node.calibrate import Plan, calibrate, show
+
+    directory = _begin(data_dir)
+    plan = Plan(
+        data_dir=directory, run=run, model=model, recipe=recipe, dtype=dtype, device=device, threads=threads,
+        rollouts=rollouts,
+    )  # fmt: skip
+    found = calibrate(plan, lambda line: typer.echo(line, err=True))
+    if as_json:
+        typer.echo(json.dumps(msgspec.to_builtins(found)))
+    else:
+        show(found, Console())
+    raise typer.Exit(1 if found.outcome == "would be rejected" else 0)
+
+
+@app.command("validate")
+def validate_self(
+    file: Annotated[Path, typer.Option("--self", help="A rollout file of this node, from its outbox.")],
+    data_dir: DataDirOption = None,
+    submission: Annotated[
+        Path | None, typer.Option("--submission", help="The submission's envelope, for a file of another node.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a validator would say of a rollout file, before anything is sent. Exit 0: it would be accepted."""
+    from rich.console import Console
+
+    from node.self_check import check_file, show
+
+    found = check_file(_begin(data_dir), file, submission)
+    if as_json:
+        typer.echo(json.dumps(msgspec.to_builtins(found)))
+    else:
+        show(found, Console())
+    raise typer.Exit(0 if found.outcome == "accept" else 1)
+
+
 @run_app.command("create")
 def create_run(
     recipe: Annotated[str, typer.Option("--recipe", help="A shipped recipe's name, or a TOML file.")],
@@ -176,6 +291,25 @@ def show_run(data_dir: DataDirOption = None, as_json: JsonOption = False) -> Non
         return
     for key, value in described.items():
         typer.echo(f"{key} = {value if isinstance(value, str) else json.dumps(value)}")
+
+
+@verdict_app.command("show")
+def show_verdict(
+    submission: Annotated[
+        str, typer.Argument(help="A submission's id or its first digits, `last`, or a file that holds a verdict.")
+    ],
+    data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a verdict: outcome, reason, what was measured and what is allowed. Looks into any role's data directory."""
+    from node.verdict_show import describe_verdict, find_verdicts, print_verdict
+
+    found = find_verdicts(submission, _begin(data_dir))
+    if as_json:
+        typer.echo(json.dumps([describe_verdict(one) for one in found]))
+        return
+    for one in found:
+        print_verdict(one)
 
 
 @simnet_app.command("run")

@@ -17,6 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Measure what the documentation quotes.")
     parser.add_argument("name", nargs="?", help="Which benchmark; without it they are listed.")
     parser.add_argument("--quick", action="store_true", help="Less of everything: does it run, not how fast.")
+    parser.add_argument("--model", default=None, help="For those that know several: another model than the demo's.")
     options = parser.parse_args(arguments)
     console = Console()
     if options.name is None:
@@ -24,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(f"{name:12} {what}", markup=False, highlight=False, soft_wrap=True)
         return 0
     try:
-        result = load_benchmark(options.name)(quick=options.quick)
+        bench = load_benchmark(options.name, model=options.model)
+        result = bench(quick=options.quick)
     except NodeError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code

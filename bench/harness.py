@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,6 +39,8 @@ class Result:
 
     figures: dict[str, float] = field(default_factory=dict)
     goals: list[Goal] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    """What to show people in place of the figures that nothing is asked of."""
 
     def at_least(self, name: str, least: float) -> None:
         """Ask of a figure to be at least so much; one that is missing is not."""
@@ -63,13 +67,17 @@ def benchmark_names() -> dict[str, str]:
     return found
 
 
-def load_benchmark(name: str) -> Callable[..., Result]:
-    """A benchmark's function. Raises ConfigError for an unknown name."""
+def load_benchmark(name: str, *, model: str | None = None) -> Callable[..., Result]:
+    """A benchmark's function, with the model it is to take. Raises ConfigError for an unknown name."""
     known = benchmark_names()
     if name not in known:
         raise ConfigError(f"there is no benchmark {name[:80]!r}", hint=f"known: {', '.join(known)}")
     function: Callable[..., Result] = getattr(importlib.import_module(f"bench.{name}"), FUNCTION)
-    return function
+    if model is None:
+        return function
+    if "model" not in inspect.signature(function).parameters:
+        raise ConfigError(f"the benchmark {name} takes no --model")
+    return partial(function, model=model)
 
 
 def rate(work: Callable[[], Any], *, seconds: float) -> float:
@@ -89,9 +97,11 @@ def show(name: str, result: Result, console: Console) -> None:
     table.add_column("figure")
     table.add_column("value", justify="right")
     table.add_column("goal")
-    for figure in [*result.figures, *(missing for missing in goals if missing not in result.figures)]:
+    shown = [figure for figure in result.figures if not result.tables or figure in goals]
+    for figure in [*shown, *(missing for missing in goals if missing not in result.figures)]:
         table.add_row(Text(figure), Text(_number(result.figures.get(figure))), _goal_text(goals.get(figure)))
-    console.print(table)
+    for one in [*result.tables, table]:
+        console.print(one)
     console.print(as_json(name, result), markup=False, highlight=False, soft_wrap=True)
 
 

@@ -7,13 +7,12 @@ a role adds. The process ends when the role is done, when a signal asks for it, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Final
 
 import trio
 
-from node.assembly import ComputeModule, Node, Role, build_role
+from node.assembly import InferenceKind, Node, Role, build_role
 from node.config import NodeConfig
 from node.datadir import DataDir
 from node.identity import load_or_create_identity
@@ -30,17 +29,16 @@ log = logging.getLogger(__name__)
 LEAVE_DEADLINE_S: Final = 10.0
 
 
-def run_node(config: NodeConfig, *, compute_module: str = "", compute_args: Sequence[str] = ()) -> int:
+def run_node(config: NodeConfig, *, kind: InferenceKind | None = None) -> int:
     """Run a node to its end; the exit code. Raises NodeError for what a person can mend.
 
-    `compute_module` replaces an inference node's compute process, for cheats in simulations.
+    `kind` makes an inference node a cheat, for simulations.
     """
     set_up_logging(config.log_level)
-    compute = ComputeModule(compute_module, compute_args) if compute_module else ComputeModule()
     with DataDir(config.data_dir) as data:
         identity = load_or_create_identity(data.path, passphrase=config.passphrase.text)
         try:
-            trio.run(_main, config, data, identity, compute)
+            trio.run(_main, config, data, identity, kind or InferenceKind())
         except BaseExceptionGroup as group:
             raise _one_node_error(group) or group from group
     return 0
@@ -57,7 +55,7 @@ def _one_node_error(group: BaseExceptionGroup[BaseException]) -> NodeError | Non
     return first if isinstance(first, NodeError) else None
 
 
-async def _main(config: NodeConfig, data: DataDir, identity: Identity, compute: ComputeModule) -> None:
+async def _main(config: NodeConfig, data: DataDir, identity: Identity, kind: InferenceKind) -> None:
     board = StatusBoard(role=config.role, peer_id=identity.peer_id, run=config.run)
     async with AsyncExitStack() as stack:
         aio = await stack.enter_async_context(AioThread())
@@ -67,7 +65,7 @@ async def _main(config: NodeConfig, data: DataDir, identity: Identity, compute: 
         await nursery.start(leave_on_signal, leaving.set)
         await nursery.start(_show_board, board, aio, config, data)
         log.info("start role=%s peer_id=%s data_dir=%s", config.role, identity.peer_id, data.path)
-        await _run_role(Node(config, data, identity, board, aio, http), compute, leaving)
+        await _run_role(Node(config, data, identity, board, aio, http), kind, leaving)
         nursery.cancel_scope.cancel()
 
 
@@ -77,7 +75,7 @@ async def _show_board(
     await serve_status(board, aio, data_dir=data.path, port=config.status_port, task_status=task_status)
 
 
-async def _run_role(node: Node, compute: ComputeModule, leaving: trio.Event) -> None:
+async def _run_role(node: Node, kind: InferenceKind, leaving: trio.Event) -> None:
     """Build the role and run it until it is done or, asked to leave, has left."""
     role: Role | None = None
     async with trio.open_nursery() as nursery:
@@ -90,7 +88,7 @@ async def _run_role(node: Node, compute: ComputeModule, leaving: trio.Event) -> 
 
         nursery.start_soon(leave)
         async with trio.open_nursery() as services:
-            role = await build_role(node, services, compute)
+            role = await build_role(node, services, kind)
             await role.run()
             services.cancel_scope.cancel()
         nursery.cancel_scope.cancel()

@@ -11,7 +11,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -26,8 +26,10 @@ from node.feeds import Feeds
 from node.inference.outbox import Outbox
 from node.inference.role import InferenceParts, InferenceRole
 from node.ledger_file import LedgerFile
+from node.ledger_follow import LedgerFollower
 from node.policies import Policies
 from node.relay.desk import RelayDesk
+from node.relay.door import DoorLimits
 from node.relay.role import RelayParts, RelayRole
 from node.relay.store import RelayStore
 from node.run_show import load_run
@@ -36,13 +38,19 @@ from node.swarm import Swarm
 from node.trainer.collector import Collector
 from node.trainer.role import TrainerParts, TrainerRole
 from node.validator.docket import Docket
+from node.validator.duplicates import AnswerIndex
 from node.validator.role import ValidatorParts, ValidatorRole
+from node.validator.suspicion import Suspicions
 from p2p.bridge import AioThread
+from p2p.contacts import Contacts
 from p2p.discovery import VALIDITY_S, P2PNode
 from p2p.http import HttpClient, HttpServer
 from p2p.shardcast.client import CheckpointClient
+from p2p.shardcast.fan_out import FanOut
 from p2p.shardcast.origin import OriginDoor, origin_routes
+from p2p.shardcast.patches import PatchStore, patch_routes
 from p2p.shardcast.store import CheckpointStore
+from p2p.tls import load_or_create_certificate
 from protocol.checkpoint import CheckpointRules
 from protocol.envelope import Signed, seal
 from protocol.errors import BootstrapError, ConfigError, NodeError, RelayError
@@ -55,18 +63,9 @@ log = logging.getLogger(__name__)
 
 SPARE_CHECKPOINTS: Final = 3
 """Policies kept beyond the staleness bound, for submissions that are still on their way."""
-RELAY_QUOTA_BYTES: Final = 64 << 30
-"""Most bytes of rollout files that a relay stores; uploads beyond it are refused as `disk-full`."""
 EXPLAIN_S: Final = 2.0
 EXPLAIN_EVERY: Final = 5
-
-
-@dataclass(frozen=True)
-class ComputeModule:
-    """The compute process of an inference node; a simulation of a cheat replaces it."""
-
-    module: str = "node.inference.compute"
-    args: Sequence[str] = ()
+SHOW_DISCOVERY_S: Final = 5.0
 
 
 @dataclass(frozen=True)
@@ -84,6 +83,11 @@ class Node:
     def address(self) -> RunAddress:
         return self.config.run_address
 
+    @cached_property
+    def contacts(self) -> Contacts:
+        """How this node is let in at relays."""
+        return Contacts(self.identity, self.address.digest)
+
     def path(self, name: str) -> Path:
         return self.data.path / name
 
@@ -96,7 +100,16 @@ class Role(Protocol):
     async def leave(self, deadline_s: float) -> None: ...
 
 
-async def build_role(node: Node, services: trio.Nursery, compute: ComputeModule) -> Role:
+@dataclass(frozen=True)
+class InferenceKind:
+    """What makes an inference node: its compute process and its role. A simulation of a cheat replaces one of them."""
+
+    module: str = "node.inference.compute"
+    args: Sequence[str] = ()
+    new_role: Callable[[InferenceParts], Role] = InferenceRole
+
+
+async def build_role(node: Node, services: trio.Nursery, kind: InferenceKind) -> Role:
     """The role that the configuration names, its services running. Raises NodeError."""
     match node.config.role:
         case "relay":
@@ -106,22 +119,29 @@ async def build_role(node: Node, services: trio.Nursery, compute: ComputeModule)
         case "validator":
             return await _validator(node, services)
         case "inference":
-            return await _inference(node, services, compute)
+            return await _inference(node, services, kind)
 
 
 async def _relay(node: Node, services: trio.Nursery) -> Role:
     p2p = P2PNode(
         node.identity,
         listen=node.config.listen,
-        announce=(),
+        announce=node.config.announce,
         bootstrap=node.config.bootstrap,
         dht_server=True,
         run_address=node.address,
         data_dir=node.data.path,
     )
     await services.start(p2p.run)
-    store = RelayStore(node.data.sub("relay"), max_bytes=RELAY_QUOTA_BYTES)
+    services.start_soon(_show_discovery, p2p, node.board)
+    store = RelayStore(
+        node.data.sub("relay"),
+        max_bytes=node.config.disk_quota_bytes,
+        max_node_bytes=node.config.node_quota_bytes,
+        max_step_bytes=node.config.step_quota_bytes,
+    )
     desk = RelayDesk(node.address, node.identity, store=store, ledger_path=node.path("ledger"))
+    checkpoints = CheckpointStore(node.data.sub("checkpoints"))
     return RelayRole(
         RelayParts(
             run=node.address,
@@ -131,8 +151,13 @@ async def _relay(node: Node, services: trio.Nursery) -> Role:
             discovery=p2p,
             store=store,
             desk=desk,
-            checkpoints=CheckpointStore(node.data.sub("checkpoints")),
+            checkpoints=checkpoints,
+            patches=PatchStore(checkpoints, node.data.sub("patches")),
             board=node.board,
+            contacts=node.contacts,
+            certificate=load_or_create_certificate(node.data.path),
+            limits=_door_limits(node.config),
+            connections_per_address=node.config.connections_per_address,
             http_host=node.config.http_host,
             http_port=node.config.http_port,
             public_url=node.config.public_url,
@@ -141,10 +166,22 @@ async def _relay(node: Node, services: trio.Nursery) -> Role:
     )
 
 
-async def _inference(node: Node, services: trio.Nursery, module: ComputeModule) -> Role:
-    compute = await _compute(node, services, module.module, module.args)
+def _door_limits(config: NodeConfig) -> DoorLimits:
+    return DoorLimits(
+        requests_per_s=config.requests_per_s,
+        bytes_per_s=config.bytes_per_s,
+        upload_bytes_per_s=config.upload_bytes_per_s,
+        address_requests_per_s=config.address_requests_per_s,
+        address_bytes_per_s=config.address_bytes_per_s,
+        bytes_per_day=config.bytes_per_day,
+        allow=frozenset(map(PeerId.parse, config.allow)),
+    )
+
+
+async def _inference(node: Node, services: trio.Nursery, kind: InferenceKind) -> Role:
+    compute = await _compute(node, services, kind.module, kind.args)
     _, swarm = await _swarm(node, services)
-    return InferenceRole(
+    return kind.new_role(
         InferenceParts(
             identity=node.identity,
             swarm=swarm,
@@ -160,17 +197,25 @@ async def _inference(node: Node, services: trio.Nursery, module: ComputeModule) 
 
 async def _validator(node: Node, services: trio.Nursery) -> Role:
     compute = await _compute(node, services, "node.validator.compute")
+    screening = await _compute(node, services, "node.validator.screening", log_name="screening.log")
     reader = await _reader(node, services)
     _, swarm = await _swarm(node, services)
-    _require_validator(swarm.manifest, node.identity.peer_id)
+    _require_validator(swarm.manifest, node.identity.peer_id, node.config)
+    manifest = swarm.manifest
+    ledger = LedgerFollower(swarm, LedgerFile(node.path("ledger"), LedgerState(manifest.id, manifest.record)))
+    await services.start(ledger.run)
     return ValidatorRole(
         ValidatorParts(
             identity=node.identity,
             swarm=swarm,
             policies=await _policies(node, services, swarm),
             compute=compute,
+            screening=screening,
             reader=reader,
             docket=Docket(node.path("docket.sqlite")),
+            answers=AnswerIndex(node.path("answers.sqlite")),
+            suspicions=Suspicions(node.path("docket.sqlite")),
+            ledger=ledger,
             feeds=await _feeds(node, services, swarm, kinds=[Submission.KIND], keep=True),
             board=node.board,
             work_dir=node.data.sub("rollouts"),
@@ -187,11 +232,16 @@ async def _trainer(node: Node, services: trio.Nursery) -> Role:
     ledger = LedgerFile(node.path("ledger"), LedgerState(manifest.id, manifest.record))
     store = CheckpointStore(node.data.sub("checkpoints"), keep=manifest.record.batch.max_staleness + SPARE_CHECKPOINTS)
     door = OriginDoor()
+    certificate = load_or_create_certificate(node.data.path)
     origin = HttpServer(
         node.aio,
-        origin_routes(store, ledger.entries),
+        [
+            *origin_routes(store, ledger.entries, fan_out=FanOut(door.holder, node.config.fan_out)),
+            *patch_routes(PatchStore(store, node.data.sub("patches"))),
+        ],
         host=node.config.http_host,
         port=node.config.http_port,
+        certificate=certificate,
         middlewares=[door.middleware],
     )
     address = await services.start(origin.run)
@@ -210,6 +260,7 @@ async def _trainer(node: Node, services: trio.Nursery) -> Role:
             reader=await _reader(node, services),
             board=node.board,
             origin_url=node.config.public_url or address.url,
+            origin_fingerprint=certificate.fingerprint,
             origin_token=door.token_for,
             discovery_state=lambda: p2p.bootstrap_state,
         )
@@ -235,6 +286,7 @@ async def _swarm(node: Node, services: trio.Nursery, manifest: Signed[Manifest] 
     swarm = Swarm(
         node.address,
         node.http,
+        contacts=node.contacts,
         find_relays=p2p.find_relays,
         find_manifest=partial(p2p.find_run, node.address),
         board=node.board,
@@ -243,6 +295,7 @@ async def _swarm(node: Node, services: trio.Nursery, manifest: Signed[Manifest] 
         follow_head=manifest is None,
     )
     await services.start(p2p.run)
+    services.start_soon(_show_discovery, p2p, node.board)
     await services.start(swarm.run)
     async with _explaining(node.board, lambda: f"the run's manifest; {p2p.bootstrap_state}"):
         with trio.move_on_after(node.config.join_timeout_s or math.inf) as joining:
@@ -250,6 +303,13 @@ async def _swarm(node: Node, services: trio.Nursery, manifest: Signed[Manifest] 
     if joining.cancelled_caught:
         raise _not_found(node, p2p)
     return p2p, swarm
+
+
+async def _show_discovery(p2p: P2PNode, board: StatusBoard) -> None:
+    """Keep on the board whom this node knows in the DHT, for `intellect-node peers`."""
+    while True:
+        board.details(discovery=p2p.describe())
+        await trio.sleep(SHOW_DISCOVERY_S)
 
 
 def _not_found(node: Node, p2p: P2PNode) -> NodeError:
@@ -309,7 +369,9 @@ async def _feeds(
     return feeds
 
 
-async def _compute(node: Node, services: trio.Nursery, module: str, args: Sequence[str] = ()) -> ComputeProcess:
+async def _compute(
+    node: Node, services: trio.Nursery, module: str, args: Sequence[str] = (), *, log_name: str = "compute.log"
+) -> ComputeProcess:
     config = node.config
     settings = {
         "INTELLECT_THREADS": str(config.threads),
@@ -318,8 +380,8 @@ async def _compute(node: Node, services: trio.Nursery, module: str, args: Sequen
     }
     compute = ComputeProcess(
         module,
-        name=f"{node.config.role} compute",
-        log_path=node.path("compute.log"),
+        name=f"{node.config.role} {log_name.removesuffix('.log')}",
+        log_path=node.path(log_name),
         args=args,
         env=settings,
         threads=config.threads,
@@ -345,11 +407,16 @@ def _own_run(node: Node) -> Signed[Manifest]:
     return manifest
 
 
-def _require_validator(manifest: Signed[Manifest], peer_id: PeerId) -> None:
+def _require_validator(manifest: Signed[Manifest], peer_id: PeerId, config: NodeConfig) -> None:
     if peer_id not in manifest.record.validator_ids:
         raise ConfigError(
             f"this node, {peer_id}, is no validator of the run {manifest.record.name!r}",
             hint=f"the operator names validators: intellect-node run create --validator {peer_id} …",
+        )
+    if config.dtype != "float32":
+        raise ConfigError(
+            f"a validator computes in float32, not {config.dtype}: the run's limits are distances from that",
+            hint="start it without --dtype",
         )
 
 

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Final, Literal, get_type_hints
 import msgspec
 from msgspec import Meta, Struct
 
+from p2p.shardcast.fan_out import FAN_OUT
 from protocol.errors import ConfigError, MalformedError
 from protocol.identity import PeerId
 from protocol.run import RunAddress
@@ -56,8 +57,8 @@ class NodeConfig(Struct, frozen=True, kw_only=True):
     bootstrap: Annotated[
         tuple[str, ...],
         Meta(
-            description="Multiaddrs of peers to find the run through, each ending in /p2p/<peer id>. "
-            "The first relay of a run needs none."
+            description="Peers to find the run through: multiaddrs that end in /p2p/<peer id>, /dnsaddr/<name>, or "
+            "@<file> with one a line. The first relay of a run needs none."
         ),
     ] = ()
     data_dir: Annotated[
@@ -66,16 +67,20 @@ class NodeConfig(Struct, frozen=True, kw_only=True):
     listen: Annotated[
         tuple[str, ...], Meta(description="Multiaddrs that a relay listens on for other peers (DHT).")
     ] = ("/ip4/0.0.0.0/tcp/8471",)
+    announce: Annotated[
+        tuple[str, ...],
+        Meta(description="Multiaddrs that a relay tells others instead, where its own address is not the public one."),
+    ] = ()
     http_host: Annotated[
-        Host, Meta(description="Address that a relay serves HTTP on, and a trainer its origin for the relays.")
+        Host, Meta(description="Address that a relay serves HTTPS on, and a trainer its origin for the relays.")
     ] = "0.0.0.0"
-    http_port: Annotated[Port, Meta(description="TCP port of that HTTP server; 0 takes any free one.")] = 8470
+    http_port: Annotated[Port, Meta(description="TCP port of that HTTPS server; 0 takes any free one.")] = 8470
     public_url: Annotated[
         str,
         Meta(
             max_length=256,
-            pattern=r"^(https?://[^/\s]+/?)?$",
-            description="URL under which others reach that HTTP server; empty: http://<address>:<http_port>.",
+            pattern=r"^(https://[^/\s]+/?)?$",
+            description="URL under which others reach that HTTPS server; empty: https://<address>:<http_port>.",
         ),
     ] = ""
     status_port: Annotated[
@@ -102,6 +107,57 @@ class NodeConfig(Struct, frozen=True, kw_only=True):
         Literal["debug", "info", "warning", "error"], Meta(description="Least important messages that are logged.")
     ] = "info"
     stay: Annotated[bool, Meta(description="Whether a relay keeps serving after its run has finished.")] = False
+    disk_quota_bytes: Annotated[
+        int, Meta(ge=1 << 20, description="Bytes of rollout files that a relay stores; more is refused: disk-full.")
+    ] = 64 << 30
+    node_quota_bytes: Annotated[
+        int, Meta(ge=0, description="Of these, bytes of one contributor; 0: no such limit. Refused: node-quota.")
+    ] = 16 << 30
+    step_quota_bytes: Annotated[
+        int, Meta(ge=0, description="Of these, bytes for one step; 0: no such limit. Refused: step-quota.")
+    ] = 32 << 30
+    requests_per_s: Annotated[
+        float, Meta(ge=0, description="Requests a second that a relay takes from one identity; 0: no limit.")
+    ] = 100.0
+    bytes_per_s: Annotated[
+        int,
+        Meta(ge=0, description="Bytes a second that a relay sends to one identity in the long run; 0: no limit."),
+    ] = 128 << 20
+    upload_bytes_per_s: Annotated[
+        int,
+        Meta(ge=0, description="Bytes a second that a relay takes from one identity in the long run; 0: no limit."),
+    ] = 32 << 20
+    address_requests_per_s: Annotated[
+        float, Meta(ge=0, description="Requests a second that a relay takes from one IP address; 0: no limit.")
+    ] = 1000.0
+    address_bytes_per_s: Annotated[
+        int,
+        Meta(ge=0, description="Bytes a second that a relay sends to one IP address in the long run; 0: no limit."),
+    ] = 512 << 20
+    connections_per_address: Annotated[
+        int, Meta(ge=1, le=2048, description="Connections that a relay holds with one IP address, of 2048 in all.")
+    ] = 1024
+    bytes_per_day: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Bytes a day (UTC) after which a relay sends no more checkpoints and files, until midnight; "
+            "0: no limit.",
+        ),
+    ] = 0
+    fan_out: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1024,
+            description="Relays that fetch one checkpoint from a trainer; the others get it from them. Its upload for "
+            "each checkpoint is at most so many times the checkpoint.",
+        ),
+    ] = FAN_OUT
+    allow: Annotated[
+        tuple[str, ...],
+        Meta(description="Peer ids that a relay lets in beside the run's trainer and validators; empty: everyone."),
+    ] = ()
     passphrase: Annotated[
         Secret, Meta(description="Passphrase of the key file, from the environment only; empty: not encrypted.")
     ] = Secret()
@@ -111,7 +167,7 @@ class NodeConfig(Struct, frozen=True, kw_only=True):
         return RunAddress.parse(self.run)
 
 
-_LISTS: Final = ("bootstrap", "listen")
+_LISTS: Final = ("bootstrap", "listen", "announce", "allow")
 _ENV_ONLY: Final = ("passphrase",)
 
 
@@ -261,6 +317,8 @@ def _checked(values: dict[str, Any], sources: Mapping[str, str]) -> NodeConfig:
         RunAddress.parse(config.run)
     except MalformedError as error:
         raise ConfigError(f"run from {sources['run']}: {error.message}", hint=error.hint) from error
+    for text in config.allow:
+        _check_peer_id(text, sources["allow"])
     for address in config.bootstrap:
         _check_bootstrap(address, sources["bootstrap"])
     for address in config.listen:
@@ -269,10 +327,32 @@ def _checked(values: dict[str, Any], sources: Mapping[str, str]) -> NodeConfig:
                 f"listen from {sources['listen']}: {address[:120]!r} is no TCP multiaddr",
                 hint="write /ip4/<address>/tcp/<port>, for example /ip4/0.0.0.0/tcp/8471",
             )
+    for address in config.announce:
+        _check_announce(address, sources["announce"])
     return config
 
 
+def _check_announce(address: str, source: str) -> None:
+    match = re.match(r"^/(ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/([0-9]+)$", address)
+    if match is None or match[2] in ("0.0.0.0", "::") or int(match[3]) == 0:
+        raise ConfigError(
+            f"announce from {source}: nobody can dial {address[:120]!r}",
+            hint="write the address and port that others reach this relay at, for example /ip4/203.0.113.7/tcp/8471",
+        )
+
+
+def _check_peer_id(text: str, source: str) -> None:
+    try:
+        PeerId.parse(text)
+    except MalformedError as error:
+        raise ConfigError(
+            f"allow from {source}: {error.message}", hint="write peer ids, as `intellect-node id` prints them"
+        ) from error
+
+
 def _check_bootstrap(address: str, source: str) -> None:
+    if address.startswith("@") or re.match(r"^/dnsaddr/[A-Za-z0-9_.-]{1,253}(/p2p/[1-9A-HJ-NP-Za-km-z]+)?$", address):
+        return  # what stands there is looked at when the node starts
     transport, found, peer = address.rpartition("/p2p/")
     try:
         if not found or not re.match(r"^/(ip4|ip6|dns|dns4|dns6)/[^/]+/tcp/[0-9]+$", transport):
@@ -281,7 +361,8 @@ def _check_bootstrap(address: str, source: str) -> None:
     except MalformedError as error:
         raise ConfigError(
             f"bootstrap from {source}: {address[:120]!r} is no address of a peer: {error.message}",
-            hint="write /ip4/<address>/tcp/<port>/p2p/<peer id>, as a relay prints it when it starts",
+            hint="write /ip4/<address>/tcp/<port>/p2p/<peer id>, as a relay prints it when it starts, "
+            "or /dnsaddr/<name>, or @<file>",
         ) from error
 
 

@@ -63,7 +63,7 @@ class LedgerFollower:
                 entries = await self._pull(client, head.record.ledger_length)
                 await trio.to_thread.run_sync(self._extend, entries, head.record)
             except (RelayError, ProtocolError) as error:
-                log.info("ledger relay=%s length=%d error=%r", client.peer_id.short, self.state.length, error.message)
+                log.debug("ledger relay=%s length=%d error=%r", client.peer_id.short, self.state.length, error.message)
                 continue
             self._changed.set()
             self._changed = trio.Event()

@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import trio
 
+from node.relay_client import RelayClient
 from node.status import StatusBoard
 from node.swarm import Swarm
 from p2p.shardcast.client import CheckpointClient
 from p2p.shardcast.store import CheckpointStore
-from protocol.errors import ProtocolError, RelayError
+from protocol.envelope import Signed
+from protocol.errors import DataDirError, ProtocolError, RelayError
+from protocol.records import CheckpointManifest
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
+DISK_RETRY_S = 10.0
+ASK_S = 5.0
 
 
 class Policies:
@@ -35,14 +41,19 @@ class Policies:
         self._lock = trio.Lock()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Keep the newest checkpoint that the head names, for ever."""
+        """Keep the newest checkpoint that is announced or that the head names, for ever."""
         task_status.started()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._client.follow, self._hold)
+            await self._follow_head()
+
+    async def _follow_head(self) -> None:
         sequence = 0
         while True:
             head = await self._swarm.wait_head(sequence)
             sequence = head.record.sequence
             if self.path(head.record.checkpoint) is None:
-                await self._obtain(head.record.checkpoint)
+                await self._obtain(head.record.checkpoint, step=head.record.checkpoint_step)
 
     def path(self, checkpoint: bytes) -> Path | None:
         """Where a complete policy lies, or None."""
@@ -57,12 +68,43 @@ class Policies:
         path = self._store.local_dir(checkpoint)
         return None if path is None else (step, checkpoint, path)
 
+    @contextmanager
+    def kept(self, checkpoint: bytes) -> Iterator[Path | None]:
+        """Where a complete policy lies, or None; it is not removed within the block, so that an engine can load it."""
+        if self._store.local_dir(checkpoint) is None:
+            yield None
+            return
+        with self._store.lease(checkpoint) as path:
+            yield path
+
     async def wait_newest(self, oldest_step: Callable[[], int]) -> tuple[int, bytes, Path]:
         while (found := self.newest(oldest_step())) is None:
             changed = self._changed
             with trio.move_on_after(RETRY_S):
                 await changed.wait()
         return found
+
+    def step_of(self, checkpoint: bytes) -> int | None:
+        """The step of a complete policy; None when it is not here."""
+        return next((step for step, key in self._store.complete() if key == checkpoint), None)
+
+    async def offered(self, checkpoint: bytes) -> bool | None:
+        """Whether any relay knows a checkpoint; None when one that might could not be asked."""
+        answers: list[bool | None] = []
+
+        async def ask(client: RelayClient) -> None:
+            try:
+                with trio.fail_after(ASK_S):
+                    answers.append(await client.offers(checkpoint))
+            except (RelayError, ProtocolError, trio.TooSlowError):
+                answers.append(None)
+
+        async with trio.open_nursery() as nursery:
+            for client in self._swarm.clients:
+                nursery.start_soon(ask, client)
+        if True in answers:
+            return True
+        return None if None in answers or not answers else False
 
     async def fetch(self, checkpoint: bytes, *, deadline_s: float) -> Path | None:
         """A policy by id, downloaded if need be; None when no relay gives it in time."""
@@ -72,17 +114,25 @@ class Policies:
                 await self._obtain(checkpoint)
         return path
 
-    async def _obtain(self, checkpoint: bytes) -> None:
+    async def _obtain(self, checkpoint: bytes, *, step: int | None = None) -> None:
         async with self._lock:
             if self.path(checkpoint) is not None:
                 return
             try:
-                manifest = await self._client.download(checkpoint)
+                self._hold(await self._client.download(checkpoint, step=step))
             except (RelayError, ProtocolError) as error:
-                log.warning("checkpoint id=%s error=%r", checkpoint.hex()[:12], error.message)
+                holds = max((step for step, _ in self._store.complete()), default=None)
+                log.warning("checkpoint id=%s holds=%s error=%r", checkpoint.hex()[:12], holds, error.message)
                 await trio.sleep(RETRY_S)
-                return
-            self._board.update(checkpoint_step=max((step for step, _ in self._store.complete()), default=None))
-            log.info("checkpoint step=%d bytes=%d held", manifest.record.step, manifest.record.total_bytes)
-            self._changed.set()
-            self._changed = trio.Event()
+            except DataDirError as error:
+                log.error("checkpoint id=%s error=%r retry_s=%.0f", checkpoint.hex()[:12], error.message, DISK_RETRY_S)
+                self._board.waiting(f"room on the disk: {error.message[:300]}")
+                await trio.sleep(DISK_RETRY_S)
+
+    def _hold(self, manifest: Signed[CheckpointManifest]) -> None:
+        """A checkpoint is complete on this disk."""
+        self._board.update(checkpoint_step=max((step for step, _ in self._store.complete()), default=None))
+        self._board.details(**vars(self._client.savings))
+        log.info("checkpoint step=%d bytes=%d held", manifest.record.step, manifest.record.total_bytes)
+        self._changed.set()
+        self._changed = trio.Event()

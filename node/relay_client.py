@@ -17,7 +17,9 @@ from urllib.parse import urlencode
 
 import msgspec
 
+from p2p.contacts import Contact
 from p2p.http import HttpClient, HttpResponse
+from protocol.checkpoint import open_checkpoint
 from protocol.envelope import Record, Signed, open_envelope
 from protocol.errors import MalformedError, ProtocolError, RefusedError, RelayError, StaleRecordError, WrongRunError
 from protocol.identity import PeerId
@@ -75,10 +77,19 @@ class RelayClient:
     """One relay of one run. All but `info` and `manifest` need the run's manifest: see `trust`."""
 
     def __init__(
-        self, http: HttpClient, url: str, *, peer_id: PeerId, run: RunAddress, observer: RelayObserver | None = None
+        self,
+        http: HttpClient,
+        url: str,
+        *,
+        peer_id: PeerId,
+        run: RunAddress,
+        observer: RelayObserver | None = None,
+        contact: Contact | None = None,
     ) -> None:
+        """`contact` says which certificate the relay at `url` has, and signs this node in there."""
         self.url = url.rstrip("/")
         self.peer_id = peer_id
+        self.contact = contact
         self._http = http
         self._run = run
         self._observer = observer
@@ -128,7 +139,8 @@ class RelayClient:
         """Hand in a submission and its file; doing it again gives the same receipt.
 
         RefusedError codes: evicted, finished, wrong-run, stale-step, future-step, over-cap, duplicate-index, too-large,
-        bad-hash, bad-signature, bad-clock, disk-full, busy, timeout, no-manifest, no-head.
+        bad-hash, bad-signature, bad-clock, disk-full, node-quota, step-quota, busy, timeout, no-manifest, no-head,
+        not-yours, not-allowed, too-many-requests.
         """
         submission = open_envelope(envelope, Submission)
         size = submission.record.size
@@ -138,6 +150,7 @@ class RelayClient:
                 path,
                 headers={RECORD_HEADER: base64.b64encode(envelope).decode("ascii")},
                 timeout_s=TRANSFER_GRACE_S + size / SLOWEST_BYTES_PER_S,
+                contact=self.contact,
             )
             self._count(bytes_out=size, bytes_in=len(response.body))
             return self._check_receipt(response.body, submission)
@@ -156,6 +169,7 @@ class RelayClient:
                 expected_bytes=size,
                 expected_sha256=submission.record.sha256,
                 timeout_s=TRANSFER_GRACE_S + size / SLOWEST_BYTES_PER_S if timeout_s is None else timeout_s,
+                contact=self.contact,
             )
             self._count(bytes_in=size)
 
@@ -188,6 +202,19 @@ class RelayClient:
             _check_filter(items, kinds, about)
         return items
 
+    async def offers(self, checkpoint: bytes) -> bool:
+        """Whether the relay knows a checkpoint of the run, in part or whole."""
+        trusted = self._trusted()
+        with self._watched():
+            try:
+                body = (await self._get(f"/v1/checkpoints/{checkpoint.hex()}/manifest")).body
+            except RefusedError as error:
+                if error.code in ("not-found", "not-yet"):
+                    return False
+                raise
+            open_checkpoint(body, checkpoint).require_author(trusted.record.trainer_id)
+        return True
+
     async def ledger(self, start: int) -> list[Signed[Any]]:
         """Entries from number `start` on, as many as the relay gives at once.
 
@@ -208,12 +235,16 @@ class RelayClient:
 
     async def _get(self, path: str, query: Mapping[str, object] | None = None, *, wait_s: float = 0.0) -> HttpResponse:
         url = f"{self.url}{path}?{urlencode(query)}" if query else f"{self.url}{path}"
-        response = await self._http.get(url, timeout_s=REQUEST_TIMEOUT_S + wait_s, max_bytes=MAX_ANSWER_BYTES)
+        response = await self._http.get(
+            url, timeout_s=REQUEST_TIMEOUT_S + wait_s, max_bytes=MAX_ANSWER_BYTES, contact=self.contact
+        )
         self._count(bytes_in=len(response.body))
         return response
 
     async def _post(self, path: str, body: bytes) -> bytes:
-        response = await self._http.post(f"{self.url}{path}", body, timeout_s=REQUEST_TIMEOUT_S)
+        response = await self._http.post(
+            f"{self.url}{path}", body, timeout_s=REQUEST_TIMEOUT_S, contact=self.contact
+        )
         self._count(bytes_out=len(body), bytes_in=len(response.body))
         return response.body
 

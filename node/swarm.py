@@ -23,10 +23,20 @@ from node.atomic import write_atomically
 from node.clock import now_ms
 from node.relay_client import RelayClient
 from node.status import StatusBoard
+from p2p.contacts import Contacts
 from p2p.http import HttpClient
+from p2p.shardcast.sources import Source
 from protocol.constants import MAX_CLOCK_SKEW_S
 from protocol.envelope import Signed, open_envelope
-from protocol.errors import ChecksumError, NodeError, ProtocolError, RelayError, VersionError, WrongRunError
+from protocol.errors import (
+    ChecksumError,
+    NodeError,
+    ProtocolError,
+    RefusedError,
+    RelayError,
+    VersionError,
+    WrongRunError,
+)
 from protocol.identity import PeerId
 from protocol.records import Head, Manifest, RelayAdvert
 from protocol.run import RunAddress
@@ -64,6 +74,8 @@ class _Relay:
     shunned_until: float = 0.0
     polled_at: float = 0.0
     polling: bool = False
+    evicts: str | None = None
+    """What it said when it last turned this node away as evicted; empty: it let it in; None: not known."""
     misdeeds: Counter[str] = field(default_factory=Counter)
 
 
@@ -74,6 +86,15 @@ class _Cache(msgspec.Struct, array_like=True):
     adverts: list[bytes]
 
 
+def remembered_manifest(cache_path: Path) -> Signed[Manifest] | None:
+    """The manifest that a node's cache remembers, without a network; None when there is none that can be used."""
+    try:
+        cache = msgspec.msgpack.decode(cache_path.read_bytes(), type=_Cache)
+        return open_envelope(cache.manifest, Manifest) if cache.manifest else None
+    except (OSError, msgspec.MsgspecError, ProtocolError):
+        return None
+
+
 class Swarm:
     """Run it in a nursery; everything else may be used from trio's thread at any time."""
 
@@ -82,6 +103,7 @@ class Swarm:
         run: RunAddress,
         http: HttpClient,
         *,
+        contacts: Contacts,
         find_relays: FindRelays,
         find_manifest: FindManifest,
         board: StatusBoard,
@@ -91,6 +113,7 @@ class Swarm:
     ) -> None:
         self._run = run
         self._http = http
+        self._contacts = contacts
         self._find_relays = find_relays
         self._find_manifest = find_manifest
         self._board = board
@@ -137,9 +160,9 @@ class Swarm:
             relay.failures += 1
             relay.retry_at = now + min(MAX_BACKOFF_S, 0.5 * 2.0 ** min(relay.failures, 10)) * random.uniform(0.75, 1.25)
 
-    def sources(self) -> list[tuple[PeerId, str]]:
+    def sources(self) -> list[Source]:
         """Relays as p2p.shardcast.client takes them; it has its own memory of which ones are fast and honest."""
-        return [(client.peer_id, client.url) for client in self.clients]
+        return [Source(client.peer_id, client.url, client.contact) for client in self.clients]
 
     @property
     def misdeeds(self) -> dict[PeerId, dict[str, int]]:
@@ -176,6 +199,15 @@ class Swarm:
         while not head.record.finished:
             head = await self.wait_head(head.record.sequence)
         return head
+
+    async def wait_evicted(self) -> str:
+        """What relays say when they turn this node away as evicted, once no relay that answers lets it in."""
+        await self._wait_until(lambda: self._eviction() is not None)
+        return self._eviction() or ""
+
+    def _eviction(self) -> str | None:
+        said = [relay.evicts for relay in self._relays.values() if relay.evicts is not None]
+        return said[0] if said and all(said) else None
 
     def on_head(self, listener: Callable[[Signed[Head]], None]) -> None:
         """Have a function called with every newer head; it must not block or raise."""
@@ -257,7 +289,7 @@ class Swarm:
         known = self._relays.get(advert.author)
         if known is not None:
             known.advert = advert
-            if known.client.url != advert.record.http_url.rstrip("/"):
+            if known.client.contact is not self._contacts.of(advert):
                 known.client = self._client(advert)
                 known.failures, known.retry_at = 0, 0.0
             return
@@ -265,7 +297,10 @@ class Swarm:
         log.info("relay=%s url=%s found", advert.author.short, advert.record.http_url)
 
     def _client(self, advert: Signed[RelayAdvert]) -> RelayClient:
-        client = RelayClient(self._http, advert.record.http_url, peer_id=advert.author, run=self._run, observer=self)
+        contact = self._contacts.of(advert)
+        client = RelayClient(
+            self._http, contact.url, peer_id=advert.author, run=self._run, observer=self, contact=contact
+        )
         if self._manifest is not None:
             client.trust(self._manifest)
         return client
@@ -344,11 +379,25 @@ class Swarm:
         except (RelayError, ProtocolError) as error:
             log.info("head relay=%s error=%r", client.peer_id.short, error.message)
             self.failed(client.peer_id)
+            self._note_standing(client.peer_id, error)
             return
+        self._note_standing(client.peer_id, None)
         if head is not None:
             self._take_head(head)
         else:
             await trio.sleep(max(0.0, began + MIN_POLL_S - trio.current_time()))
+
+    def _note_standing(self, peer_id: PeerId, error: NodeError | None) -> None:
+        relay = self._relays.get(peer_id)
+        if relay is None:
+            return
+        if error is None:
+            relay.evicts = ""
+        elif isinstance(error, RefusedError):
+            relay.evicts = error.message if error.code == "evicted" else relay.evicts
+            self._notify()
+        else:
+            relay.evicts = None
 
     def _take_head(self, head: Signed[Head]) -> None:
         if self._head is not None and head.record.sequence <= self._head.record.sequence:

@@ -1,29 +1,33 @@
 """The DHT as a run uses it: put, get, provide and find providers, over a running host.
 
-libp2p's KadDHT serves requests and keeps the routing table. Asking is done in p2p.kad; what may be stored is in
-p2p.dht_records, and where it is stored in p2p.dht_stores. Readers take the highest sequence that any of several peers
-has.
+Asking is done in p2p.kad, answering in p2p.kad_server; who is known is in p2p.routing, what may be stored in
+p2p.dht_records, and where in p2p.dht_stores. Readers take the highest sequence that any of several peers has.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+import random
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import trio
-from libp2p.kad_dht.kad_dht import DHTMode, KadDHT
 from libp2p.kad_dht.pb.kademlia_pb2 import Message
 from libp2p.peer.peerinfo import PeerInfo
 from libp2p.peer.peerstore import PeerStoreError
-from libp2p.records.record import make_signed_put_record
-from libp2p.records.validator import NamespacedValidator
+from libp2p.records.record import make_put_record
 
-from p2p import patches
-from p2p.dht_records import NAMESPACE, Clock, Pointing, RecordValidator, digest_hex, relays_key
+from p2p.addresses import Scope, scope_of
+from p2p.dht_records import Clock, Pointing, RecordValidator, digest_hex, relays_key
 from p2p.dht_stores import MAX_PROVIDERS, ProviderStore, ValueStore
-from p2p.kad import REPLICAS, Known, RequestError, Walk, addresses_of, closer_peers, providers, request
-from protocol.errors import NodeError
+from p2p.kad import MAX_VISITS, REPLICAS, Asker, RefusedRequest, RequestError, Walk, addresses_of
+from p2p.kad_message import KAD_PROTOCOL, MAX_ADDRESSES, MAX_CLOSER_PEERS, Known, closer_peers, providers
+from p2p.kad_server import KadServer
+from p2p.patches import guard_of
+from p2p.routing import RoutingTable, target_of
+from p2p.text import cut
+from protocol.errors import ClockError, NodeError
 from protocol.identity import PeerId
 from protocol.run import RunAddress
 
@@ -31,55 +35,78 @@ log = logging.getLogger(__name__)
 
 READ_QUORUM: Final = 3
 """Answers with a valid value after which a read need not wait for more."""
+PUT_WIDTH: Final = 20
+FAR_REPLICAS: Final = 6
+"""Copies beside those nearest to a key, at peers drawn from the rest, for when the nearest are made up."""
+HOLDERS_S: Final = 600.0
+"""How long the peers that took a value are told the next one without looking for them anew."""
 WALK_TIMEOUT_S: Final = 12.0
-PING_TIMEOUT_S: Final = 3.0
 ADOPT_AGAIN_S: Final = 60.0
+SILENT_S: Final = 300.0
+CHECKS_AT_A_TIME: Final = 8
+
+Reach = Callable[[Any, list[Any]], Awaitable[bool]]
+"""Whether a peer can be dialled at one of its addresses, by a connection of its own."""
+
+
+@dataclass(frozen=True)
+class _Holders:
+    peers: list[Any]
+    servers: set[Any]
+    until: float
 
 
 class RunDHT:
     """One node's view of the DHT. A server also holds values for others; a client only asks."""
 
-    def __init__(self, host: Any, identity_peer: PeerId, address: RunAddress, *, serve: bool, clock: Clock) -> None:
+    def __init__(
+        self,
+        host: Any,
+        identity_peer: PeerId,
+        address: RunAddress,
+        *,
+        serve: bool,
+        clock: Clock,
+        reach: Reach | None = None,
+    ) -> None:
         self.host = host
         self.serves = serve
         self.validator = RecordValidator(clock)
         self.bootstrap: set[Any] = set()
-        """Peers to begin every walk with, beside the routing table."""
+        """Peers that walks begin with, beside the routing table."""
         self.grown = trio.Event()
         """Set, and replaced, when another server joins the routing table."""
+        self.refused = 0
+        """Peers that ended the stream instead of taking the last value that was put."""
+        self.asker = Asker(host)
+        self.table = RoutingTable(host.get_id())
+        self._reach = reach
+        self._holders: dict[bytes, _Holders] = {}
         self._asked: dict[Any, float] = {}
-        self._kad = KadDHT(
-            host,
-            DHTMode.SERVER if serve else DHTMode.CLIENT,
-            validator=NamespacedValidator({NAMESPACE: self.validator}, strict_validation=True),
-            validator_changed=True,  # otherwise the namespaces pk and ipns are let in
-            strict_validation=True,
-        )
         self._values = ValueStore(self.validator, run_digest=digest_hex(address), own=identity_peer, clock=clock)
         self._providers = ProviderStore(own_key=relays_key(address), own=host.get_id(), clock=clock)
-        self._kad.value_store, self._kad.provider_store = self._values, self._providers
-        self._kad.add_peer = _ignore_asking_peer
+        self.server = KadServer(
+            host, table=self.table, values=self._values, providers=self._providers, guard=guard_of(host)
+        )
+        if serve:
+            self.server.attach()
 
     @property
     def peers(self) -> int:
         """DHT servers in the routing table."""
-        return int(self._kad.routing_table.size())
+        return len(self.table)
 
     def servers(self) -> list[Any]:
         """Ids of the DHT servers in the routing table."""
-        return list(self._kad.routing_table.get_peer_ids())
+        return [contact.peer_id for contact in self.table]
 
     def forget(self, peer_id: Any) -> None:
         """Take a peer out of the routing table."""
-        self._kad.routing_table.remove_peer(peer_id)
+        self.table.remove(peer_id)
 
     @property
     def stored_values(self) -> int:
         return self._values.size()
-
-    def namespaces(self) -> list[str]:
-        """Namespaces that values are accepted in."""
-        return sorted(patches.namespaces(self._kad))
 
     async def join(self, through: Iterable[Any] = ()) -> int:
         """Look for the peers closest to this node, filling the routing table; return how many answered."""
@@ -96,16 +123,32 @@ class RunDHT:
         if new:
             await self.join(new)
 
+    async def check_silent(self) -> None:
+        """Ask contacts that have said nothing for long whether they are there."""
+
+        async def check(peer: Any) -> None:
+            try:
+                await self._request(Known(peer), Message(type=Message.MessageType.PING))
+            except RequestError as error:
+                log.debug("contact_silent peer=%s error=%s", peer, error)
+
+        async with trio.open_nursery() as nursery:
+            for contact in self.table.silent_for(SILENT_S)[:CHECKS_AT_A_TIME]:
+                nursery.start_soon(check, contact.peer_id)
+
     def _says_it_serves(self, peer: Any) -> bool:
         try:
-            return patches.KAD_PROTOCOL in self.host.get_peerstore().get_protocols(peer)
+            return KAD_PROTOCOL in self.host.get_peerstore().get_protocols(peer)
         except PeerStoreError:
             return False
 
-    def expire(self) -> None:
+    async def expire(self) -> None:
         """Drop what is past its time."""
         self._values.cleanup_expired()
         self._providers.cleanup_expired()
+        for stream in self.asker.close_idle():
+            with trio.move_on_after(1.0):
+                await stream.close()
 
     async def put(self, key: str, value: bytes) -> tuple[bool, int]:
         """Store a value here, if this node serves, and at the closest peers.
@@ -114,22 +157,32 @@ class RunDHT:
         """
         self.validator.validate(key, value)
         data = key.encode("ascii")
-        record = make_signed_put_record(data, value, self.host.get_private_key())
+        record = make_put_record(data, value)
         if self.serves:
             self._values.put_record(data, record)
-        peers = await self._walk(data, self._asking(Message.MessageType.GET_VALUE, data))
         message = Message(type=Message.MessageType.PUT_VALUE, key=data, record=record)
-        return self.serves, await self._tell(peers[: 2 * REPLICAS], message)
+        return self.serves, await self._tell_holders(data, Message.MessageType.GET_VALUE, message)
 
     async def provide(self, key: bytes) -> int:
         """Tell the closest peers that this node is a provider; return how many took it."""
         own = PeerInfo(self.host.get_id(), self.host.get_addrs())
         if self.serves:
             self._providers.add_provider(key, own)
-        peers = await self._walk(key, self._asking(Message.MessageType.GET_PROVIDERS, key))
         proto = Message.Peer(id=own.peer_id.to_bytes(), addrs=[address.to_bytes() for address in own.addrs])
         message = Message(type=Message.MessageType.ADD_PROVIDER, key=key, providerPeers=[proto])
-        return await self._tell(peers[: 2 * REPLICAS], message)
+        return await self._tell_holders(key, Message.MessageType.GET_PROVIDERS, message)
+
+    async def _tell_holders(self, key: bytes, kind: Any, message: Any) -> int:
+        """Tell the peers closest to a key. Who they are is remembered until some are gone or others have come."""
+        known = self._holders.get(key)
+        if known is not None and known.until > trio.current_time() and known.servers == set(self.servers()):
+            taken = await self._tell(known.peers, message)
+            if taken >= len(known.peers):
+                return taken
+        peers = _holders(await self._walk(key, self._asking(kind, key), width=PUT_WIDTH))
+        taken = await self._tell(peers, message)
+        self._holders[key] = _Holders(peers, set(self.servers()), trio.current_time() + HOLDERS_S)
+        return taken
 
     async def get(self, key: str) -> Pointing | None:
         """The value with the highest sequence that this node or any of several peers holds; never just the own."""
@@ -139,9 +192,9 @@ class RunDHT:
         async def ask(known: Known) -> list[Known]:
             answer = await self._request(known, Message(type=Message.MessageType.GET_VALUE, key=data))
             reading.note(answer.record.value)
-            return closer_peers(self.host, answer)
+            return self._closer(known, answer)
 
-        await self._walk(data, ask, enough=lambda: reading.votes >= READ_QUORUM)
+        await self._walk(data, ask, enough=lambda: reading.votes >= READ_QUORUM, width=MAX_VISITS)
         return reading.best
 
     async def get_from(self, known: Known, key: str) -> Pointing | None:
@@ -158,10 +211,11 @@ class RunDHT:
 
         async def ask(known: Known) -> list[Known]:
             answer = await self._request(known, Message(type=Message.MessageType.GET_PROVIDERS, key=key))
-            for provider in providers(self.host, answer, limit=MAX_PROVIDERS):
+            scope = self.asker.scope_of(known.peer_id)
+            for provider in providers(answer, own=self.host.get_id(), scope=scope, limit=MAX_PROVIDERS):
                 if len(found) < 2 * MAX_PROVIDERS:
                     found.setdefault(provider.peer_id, provider)
-            return closer_peers(self.host, answer)
+            return self._closer(known, answer)
 
         await self._walk(key, ask)
         return list(found.values())
@@ -173,51 +227,91 @@ class RunDHT:
             reading.votes = 0
         return reading
 
-    def _asking(self, kind: Any, key: bytes) -> Callable[[Known], Any]:
-        """A question that is asked for the closer peers in its answer. FIND_NODE takes keys up to 50 bytes only."""
+    def _asking(self, kind: Any, key: bytes) -> Callable[[Known], Awaitable[list[Known]]]:
+        """A question that is asked for the closer peers in its answer."""
 
         async def ask(known: Known) -> list[Known]:
-            return closer_peers(self.host, await self._request(known, Message(type=kind, key=key)))
+            return self._closer(known, await self._request(known, Message(type=kind, key=key)))
 
         return ask
 
+    def _closer(self, known: Known, answer: Any) -> list[Known]:
+        """Whom an answer names. A node on the internet is sent to no private address, whoever names it."""
+        scope = max(self.asker.scope_of(known.peer_id), Scope.GLOBAL if self._is_public() else Scope.LOOPBACK)
+        named = closer_peers(answer, own=self.host.get_id(), teller=known.peer_id, scope=scope)
+        return named[:MAX_CLOSER_PEERS]
+
+    def _is_public(self) -> bool:
+        return any(scope_of(address) == Scope.GLOBAL for address in self.host.get_addrs())
+
     async def _walk(
-        self, key: bytes, ask: Any, *, enough: Callable[[], bool] = lambda: False, through: Iterable[Any] = ()
+        self,
+        key: bytes,
+        ask: Callable[[Known], Awaitable[list[Known]]],
+        *,
+        enough: Callable[[], bool] = lambda: False,
+        width: int = REPLICAS,
+        through: Iterable[Any] = (),
     ) -> list[Any]:
-        closest = self._kad.routing_table.find_local_closest_peers(key, REPLICAS)
-        walk = Walk(key, ask, enough)
+        closest = self.table.closest(target_of(key), REPLICAS)
+        seeds = {contact.peer_id: Known(contact.peer_id, contact.addresses) for contact in closest}
+        seeds.update((peer, Known(peer)) for peer in [*through, *self._starting_points(len(seeds))])
+        walk = Walk(key, ask, enough, width, usable=lambda known: not self.asker.is_paused(known.peer_id))
         with trio.move_on_after(WALK_TIMEOUT_S):
-            return await walk.run(Known(peer) for peer in dict.fromkeys([*through, *self.bootstrap, *closest]))
+            return await walk.run(seeds.values())
         return list(walk.answered)
+
+    def _starting_points(self, known: int) -> list[Any]:
+        """Bootstrap peers to ask as well: all while few are known, then one, so that they are not asked by everyone.
+
+        One always: peers that lie around a key, or around this node, cannot be all that it hears of.
+        """
+        connected = [peer for peer in self.bootstrap if self.host.get_network().get_connections(peer)]
+        if known < REPLICAS or not connected:
+            return list(self.bootstrap)
+        return [random.choice(connected)]
 
     async def _request(self, known: Known, message: Any) -> Any:
         try:
-            answer = await request(self.host, known.peer_id, message, addresses=known.addresses)
+            answer = await self.asker.request(known, message)
+        except RefusedRequest:
+            raise
         except RequestError:
-            self.forget(known.peer_id)
+            self.table.failed(known.peer_id)
             raise
         await self._note_server(known)
         return answer
 
     async def _note_server(self, known: Known) -> None:
         """Take a peer that has answered a Kademlia request into the routing table."""
-        if self._kad.routing_table.peer_in_table(known.peer_id):
+        addresses = [each for each in addresses_of(self.host, known) if scope_of(each) >= self._least_scope(known)]
+        if known.peer_id not in self.table and not await self._can_be_dialled(known.peer_id, addresses):
             return
-        info = PeerInfo(known.peer_id, addresses_of(self.host, known.peer_id, known.addresses))
-        with trio.move_on_after(PING_TIMEOUT_S):  # a full bucket pings its oldest entry first
-            if await self._kad.routing_table.add_peer(info):
-                self.grown.set()
-                self.grown = trio.Event()
+        if self.table.answered(known.peer_id, tuple(addresses[:MAX_ADDRESSES]), self.asker.ip_of(known.peer_id)):
+            self.grown.set()
+            self.grown = trio.Event()
+
+    def _least_scope(self, known: Known) -> Scope:
+        return Scope.GLOBAL if self._is_public() else min(self.asker.scope_of(known.peer_id), Scope.PRIVATE)
+
+    async def _can_be_dialled(self, peer_id: Any, addresses: list[Any]) -> bool:
+        """Only what others can dial is worth naming to them: a server that dialled this node has to be tried."""
+        connections = self.host.get_network().get_connections(peer_id)
+        if self._reach is None or any(connection.direction.name == "OUTBOUND" for connection in connections):
+            return True
+        return await self._reach(peer_id, addresses)
 
     async def _tell(self, peers: Iterable[Any], message: Any) -> int:
         """Send a message to several peers; return how many took it."""
         taken: list[Any] = []
+        self.refused = 0
 
         async def tell(peer: Any) -> None:
             try:
-                await self._request(Known(peer), Message.FromString(message.SerializeToString()))
+                await self._request(Known(peer), message)
                 taken.append(peer)
             except RequestError as error:
+                self.refused += isinstance(error, RefusedRequest)
                 log.debug("put_refused peer=%s error=%s", peer, error)
 
         async with trio.open_nursery() as nursery:
@@ -226,9 +320,10 @@ class RunDHT:
         return len(taken)
 
 
-async def _ignore_asking_peer(peer_id: Any, *, skip_server_mode_check: bool = False) -> bool:
-    """libp2p takes whoever sends a request into the routing table; here only who answers one gets in."""
-    return False
+def _holders(answered: list[Any]) -> list[Any]:
+    """Where a value is put: at the peers nearest to its key, and at a few of the others that have answered."""
+    near, far = answered[:REPLICAS], answered[REPLICAS:]
+    return [*near, *random.sample(far, min(FAR_REPLICAS, len(far)))]
 
 
 class _Reading:
@@ -244,8 +339,11 @@ class _Reading:
             return
         try:
             signed = self._validator.open(self._key, value)
+        except ClockError as error:
+            log.warning("dht_value_refused key=%s error=%s next=%s", self._key, error.message, error.hint)
+            return
         except NodeError as error:
-            log.info("dht_value_refused key=%s error=%s", self._key, patches.cut(error.args[0]))
+            log.info("dht_value_refused key=%s error=%s", self._key, cut(error.message))
             return
         self.votes += 1
         if self.best is None or signed.record.sequence > self.best.record.sequence:

@@ -109,8 +109,9 @@ class RecordValidator:
         name = f"the {record.KIND} of {signed.author.short}"
         if record.issued_at_ms > now_ms + MAX_CLOCK_SKEW_S * 1000:
             raise ClockError(
-                f"{name} is dated {(record.issued_at_ms - now_ms) / 1000:.0f} s in the future",
-                hint="compare both clocks: `timedatectl`, `chronyc tracking`",
+                f"{name} is dated {(record.issued_at_ms - now_ms) / 1000:.0f} s in the future: "
+                "its clock is ahead, or this computer's is behind",
+                hint="compare this clock: `timedatectl`; set it: `timedatectl set-ntp true`",
             )
         if record.valid_until_ms <= now_ms:
             raise ClockError(f"{name} ended {(now_ms - record.valid_until_ms) / 1000:.0f} s ago")

@@ -1,8 +1,8 @@
 """A node's part in discovery: its host, its DHT, and the loops that keep both useful.
 
-Bootstrapping never ends and never fails: peers that are down are tried again for ever, and `bootstrap_state` says in
-words what is tried and since when. What is published is signed anew and put again before it ends. Relays are DHT
-servers; everyone else only asks, listens nowhere, and is in nobody's routing table.
+Bootstrapping (p2p.bootstrap) never ends and never fails; `bootstrap_state` says in words what is tried and since when.
+What is published is signed anew and put again before it ends. Relays are DHT servers and ask others to dial them back;
+everyone else only asks, listens nowhere, and is in nobody's routing table.
 """
 
 from __future__ import annotations
@@ -12,20 +12,34 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import trio
 from multiaddr import Multiaddr
 
+from p2p.bootstrap import DIAL_TIMEOUT_S, Bootstraps, ResolveTxt, Target, jittered
+from p2p.canary import Canary
 from p2p.dht import RunDHT
-from p2p.dht_records import relay_key, relays_key, run_key
+from p2p.dht_records import Pointing, relay_key, relays_key, run_key
+from p2p.guard import Guard
 from p2p.host import DialError, build_host, dial, parse_announce, parse_listen, running, to_libp2p
-from p2p.kad import REPLICAS, Known, RequestError, addresses_of
+from p2p.kad import REPLICAS, RequestError
+from p2p.kad_message import Known
 from p2p.peers import PeerBook, RememberedPeer
+from p2p.reachability import (
+    FIRST_CHECK_S,
+    PEERS_TO_ASK,
+    DialBack,
+    Question,
+    Reachability,
+    can_be_dialled,
+    conclude,
+    until_next,
+)
+from p2p.scores import Scores
 from protocol.envelope import Signed
-from protocol.errors import BootstrapError, ConfigError, MalformedError, NodeError
+from protocol.errors import ConfigError, MalformedError, NodeError
 from protocol.identity import Identity, PeerId
 from protocol.records import Manifest, RelayAdvert, RunPointer
 from protocol.run import RunAddress
@@ -38,43 +52,19 @@ VALIDITY_S: Final = 600.0
 """How long published values should be valid: what callers write into `valid_until_ms`."""
 FIND_TIMEOUT_S: Final = 20.0
 MAX_RELAYS: Final = 64
-_DIAL_TIMEOUT_S: Final = 8.0
+MAX_DESCRIBED: Final = 200
 _FIRST_RETRY_S: Final = 1.0
-_LAST_RETRY_S: Final = 60.0
-_WATCH_S: Final = 10.0
 _ADOPT_S: Final = 2.5
 _SETTLE_S: Final = 1.0
 _FIRST_REFRESH_S: Final = 3.0
 _REFRESH_S: Final = 600.0
 _REPUBLISH_RETRY_S: Final = 15.0
 _PARALLEL_READS: Final = 8
+_MERGE_PAUSE_S: Final = 5.0
+_REMEMBERED_AT_ONCE: Final = 4
 
 Make = Callable[[int], bytes]
 """Seals a record with the sequence number given, issued now."""
-
-
-@dataclass
-class _Bootstrap:
-    """One bootstrap peer: where it should be, and how trying went."""
-
-    peer_id: Any
-    address: Multiaddr
-    since_s: float = field(default_factory=time.time)
-    tries: int = 0
-    connected: bool = False
-    problem: str = ""
-
-    def became(self, *, connected: bool, problem: str = "") -> None:
-        if connected != self.connected or (not connected and problem != self.problem):
-            self.since_s = time.time()
-        self.tries = 0 if connected else self.tries + 1
-        self.connected, self.problem = connected, problem
-
-    def describe(self) -> str:
-        age_s = time.time() - self.since_s
-        if self.connected:
-            return f"{self.address}: connected for {age_s:.0f} s"
-        return f"{self.address}: {self.problem or 'not tried yet'} (try {self.tries}, for {age_s:.0f} s)"
 
 
 class P2PNode:
@@ -94,6 +84,7 @@ class P2PNode:
         run_address: RunAddress,
         data_dir: Path,
         clock: Callable[[], float] = time.time,
+        resolve_txt: ResolveTxt | None = None,
     ) -> None:
         if dht_server != bool(listen):
             raise ConfigError(
@@ -103,8 +94,12 @@ class P2PNode:
         self._identity, self._address, self._clock = identity, run_address, clock
         self._listen = [parse_listen(text) for text in listen]
         self._announce = [parse_announce(text) for text in announce]
-        self._bootstrap = _parse_bootstraps(bootstrap, own=identity.peer_id)
+        self._bootstraps = Bootstraps(bootstrap, own=identity.peer_id, resolve_txt=resolve_txt)
         self._book = PeerBook(data_dir / "peers.json")
+        self.scores = Scores(data_dir / "bans.json", clock=clock)
+        self.canary = Canary()
+        self.reachability = Reachability()
+        self._public_url = ""
         self._serves = dht_server
         self._last_sequence = 0
         self._host: Any = None
@@ -128,26 +123,62 @@ class P2PNode:
     @property
     def bootstrap_state(self) -> str:
         """What bootstrapping has come to, peer by peer, in words."""
-        if not self._bootstrap:
+        targets = self._bootstraps.targets
+        if not self._bootstraps.entries:
             return f"no bootstrap peers given; {self.dht_peers} DHT servers known"
-        connected = sum(entry.connected for entry in self._bootstrap)
-        head = f"{connected} of {len(self._bootstrap)} bootstrap peers connected, {self.dht_peers} DHT servers known"
-        return "; ".join([head, *(entry.describe() for entry in self._bootstrap)])
+        connected = sum(target.connected for target in targets)
+        head = f"{connected} of {len(targets)} bootstrap peers connected, {self.dht_peers} DHT servers known"
+        return "; ".join([head, *self._bootstraps.describe()])
+
+    def describe(self) -> dict[str, Any]:
+        """Discovery as plain values for people: bootstrap, reachability, known servers, misdeeds, lag of the loop."""
+        return {
+            "serves": self._serves,
+            "multiaddrs": self.multiaddrs,
+            "bootstrap": self._bootstraps.describe(),
+            "reachability": str(self.reachability) if self._serves else "listens nowhere, needs no open port",
+            "peers": self._describe_peers()[:MAX_DESCRIBED],
+            "misdeeds": self.scores.describe()[:MAX_DESCRIBED],
+            "asked": dict(self._dht.asker.sent) if self._dht else {},
+            "answered": dict(self._dht.server.answered) if self._dht else {},
+            "worst_lag_s": round(self.canary.worst_s, 2),
+        }
+
+    def _describe_peers(self) -> list[dict[str, Any]]:
+        if self._dht is None:
+            return []
+        now, network = trio.current_time(), self._host.get_network()
+        return [
+            {
+                "peer_id": str(contact.peer_id),
+                "addresses": [str(address) for address in contact.addresses],
+                "connected": bool(network.get_connections(contact.peer_id)),
+                "silent_s": round(now - contact.seen_at),
+                "failures": contact.failures,
+            }
+            for contact in self._dht.table
+        ]
+
+    async def get_record(self, key: str) -> Pointing | None:
+        """The newest record that several peers hold under a key."""
+        return await self._running_dht().get(key)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run until cancelled. Raises PortError."""
-        host = build_host(self._identity, announce=self._announce)
+        host = build_host(self._identity, announce=self._announce, guard=Guard(self.scores))
         async with running(host, self._listen):
             self._host = host
-            self._dht = RunDHT(host, self.peer_id, self._address, serve=self._serves, clock=self._clock)
-            self._dht.bootstrap = {entry.peer_id for entry in self._bootstrap}
+            self._dht = RunDHT(
+                host, self.peer_id, self._address, serve=self._serves, clock=self._clock, reach=can_be_dialled
+            )
             log.info("p2p_started peer=%s serves=%s addresses=%s", self.peer_id, self._serves, self.multiaddrs)
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
-                for entry in self._bootstrap:
-                    nursery.start_soon(self._keep_bootstrapped, entry)
-                nursery.start_soon(self._keep_known)
-                nursery.start_soon(self._keep_fresh)
+                nursery.start_soon(self._bootstraps.run, self._dial_bootstrap, self._bootstrapped)
+                for task in (self._keep_known, self._keep_fresh, self._keep_merged, self.canary.run):
+                    nursery.start_soon(task)
+                if self._serves:
+                    nursery.start_soon(self._keep_reachable, DialBack(host))
                 task_status.started()
 
     async def publish_run(self, make: Make) -> None:
@@ -188,7 +219,7 @@ class P2PNode:
         pause_s = 0.25
         with trio.move_on_after(timeout_s):
             while not await attempt():
-                with trio.move_on_after(_jittered(pause_s)):
+                with trio.move_on_after(jittered(pause_s)):
                     await dht.grown.wait()
                 pause_s = min(2 * pause_s, 4.0)
 
@@ -228,18 +259,29 @@ class P2PNode:
                 started = True
                 task_status.started()
             retry_s = _FIRST_RETRY_S if copies else min(2 * retry_s, _REPUBLISH_RETRY_S)
-            await self._wait_to_republish(_jittered(REPUBLISH_S if copies else retry_s))
+            await self._wait_to_republish(jittered(REPUBLISH_S if copies else retry_s))
 
     async def _publish(self, key: str, make: Make, provide: bytes | None) -> int:
         dht = self._running_dht()
         try:
-            held_here, remote = await dht.put(key, make(self._next_sequence()))
+            value = make(self._next_sequence())
+            signed = dht.validator.open(key, value)
+            if isinstance(signed.record, RelayAdvert):
+                self._public_url = signed.record.http_url  # to be checked from outside
+            held_here, remote = await dht.put(key, value)
         except NodeError as error:  # the caller's record breaks a rule, or its clock is wrong
             log.error("publish_refused key=%s error=%s", key, error)
             return 0
         if provide is not None:
             await dht.provide(provide)
         copies = remote + held_here
+        if dht.refused > remote:
+            log.warning(
+                "publish_refused key=%s by=%d taken_by=%d next=compare_this_clock:_timedatectl",
+                key,
+                dht.refused,
+                remote,
+            )
         log.log(
             logging.INFO if copies else logging.WARNING,
             "published key=%s here=%s remote=%d servers_known=%d",
@@ -255,86 +297,115 @@ class P2PNode:
         dht = self._running_dht()
         with trio.move_on_after(pause_s):
             await dht.grown.wait()
-            await trio.sleep(_jittered(_SETTLE_S) if dht.peers <= REPLICAS else math.inf)
+            await trio.sleep(jittered(_SETTLE_S) if dht.peers <= REPLICAS else math.inf)
 
     def _next_sequence(self) -> int:
         """Milliseconds, so that sequences go on rising after a restart."""
         self._last_sequence = max(self._last_sequence + 1, int(self._clock() * 1000))
         return self._last_sequence
 
-    async def _keep_bootstrapped(self, entry: _Bootstrap) -> None:
-        pause_s = _FIRST_RETRY_S
-        while True:
-            connected = await self._try_bootstrap(entry)
-            pause_s = _FIRST_RETRY_S if connected else min(2 * pause_s, _LAST_RETRY_S)
-            await trio.sleep(_jittered(_WATCH_S if connected else pause_s))
+    async def _dial_bootstrap(self, peer_id: Any, address: Multiaddr) -> None:
+        dht = self._running_dht()
+        dht.bootstrap = self._bootstraps.peer_ids
+        await dial(self._host, peer_id, [address], timeout_s=DIAL_TIMEOUT_S)
 
-    async def _try_bootstrap(self, entry: _Bootstrap) -> bool:
-        if self._host.get_network().get_connections(entry.peer_id):
-            entry.became(connected=True)
-            return True
-        try:
-            await dial(self._host, entry.peer_id, [entry.address], timeout_s=_DIAL_TIMEOUT_S)
-        except DialError as error:
-            problem = str(error)
-            if error.other_peer:
-                problem = f"answers as {error.other_peer} instead of {entry.peer_id}; correct --bootstrap"
-            entry.became(connected=False, problem=problem)
-            log.log(
-                _level(entry.tries), "bootstrap_failed address=%s try=%d error=%s", entry.address, entry.tries, problem
-            )
-            return False
-        entry.became(connected=True)
-        answered = await self._running_dht().join()
-        log.info("bootstrap_connected address=%s answered=%d", entry.address, answered)
-        return True
+    async def _bootstrapped(self, target: Target) -> None:
+        dht = self._running_dht()
+        dht.asker.forgive()
+        answered = await dht.join([target.peer_id])
+        log.info("bootstrap_connected address=%s answered=%d", target.address, answered)
 
     async def _keep_known(self) -> None:
         """Remember who answers; while nobody does, dial those remembered from before."""
         while True:
-            await trio.sleep(_jittered(_ADOPT_S))
+            await trio.sleep(jittered(_ADOPT_S))
             await self._running_dht().adopt()
             if not self.dht_peers:
                 await self._dial_remembered()
             elif self._book.note(self._seen()):
-                await self._save_book()
+                await self._save(self._book.save)
+            if self.scores.unsaved:
+                await self._save(self.scores.save)
 
-    async def _save_book(self) -> None:
+    async def _save(self, save: Callable[[], None]) -> None:
         try:
-            await trio.to_thread.run_sync(self._book.save)
+            await trio.to_thread.run_sync(save)
         except OSError as error:
-            log.error("peer_book_unwritable error=%s next=check_the_data_directory", error)
+            log.error("peers_unwritable error=%s next=check_the_data_directory", error)
 
     def _seen(self) -> list[RememberedPeer]:
         now_ms = int(time.time() * 1000)
-        seen = []
-        for peer in self._running_dht().servers():
-            if addresses := addresses_of(self._host, peer):
-                seen.append(RememberedPeer(str(peer), [str(address) for address in addresses[:4]], now_ms))
-        return seen
+        return [
+            RememberedPeer(str(contact.peer_id), [str(address) for address in contact.addresses], now_ms)
+            for contact in self._running_dht().table
+        ]
 
     async def _dial_remembered(self) -> None:
-        for peer in random.sample(self._book.peers, min(8, len(self._book.peers))):
-            try:
-                peer_id = to_libp2p(PeerId.parse(peer.peer_id))
-                addresses = [parse_announce(text) for text in peer.addresses]
-                await dial(self._host, peer_id, addresses, timeout_s=_DIAL_TIMEOUT_S / 2)
-            except DialError as error:
-                log.debug("remembered_peer_failed peer=%s error=%s", peer.peer_id, error)
-            except NodeError as error:
-                log.warning("remembered_peer_malformed peer=%r error=%s", peer.peer_id, error.message)
-            else:
-                await self._running_dht().join([peer_id])
-                return
+        """Several at a time, those drawn at random, until one answers."""
+        peers = random.sample(self._book.peers, min(2 * _REMEMBERED_AT_ONCE, len(self._book.peers)))
+        limit = trio.CapacityLimiter(_REMEMBERED_AT_ONCE)
+        async with trio.open_nursery() as nursery:
+
+            async def attempt(peer: RememberedPeer) -> None:
+                async with limit:
+                    if await self._dial_one_remembered(peer):
+                        nursery.cancel_scope.cancel()
+
+            for peer in peers:
+                nursery.start_soon(attempt, peer)
+
+    async def _dial_one_remembered(self, peer: RememberedPeer) -> bool:
+        try:
+            peer_id = to_libp2p(PeerId.parse(peer.peer_id))
+            addresses = [parse_announce(text) for text in peer.addresses]
+            await dial(self._host, peer_id, addresses, timeout_s=DIAL_TIMEOUT_S / 2)
+        except DialError as error:
+            log.debug("remembered_peer_failed peer=%s error=%s", peer.peer_id, error)
+            return False
+        except NodeError as error:
+            log.warning("remembered_peer_malformed peer=%r error=%s", peer.peer_id, error.message)
+            return False
+        return bool(await self._running_dht().join([peer_id]))
+
+    async def _keep_reachable(self, dial_back: DialBack) -> None:
+        """Answer others that ask to be dialled back, and ask some oneself now and then."""
+        dial_back.attach()
+        pause_s = FIRST_CHECK_S
+        while True:
+            await trio.sleep(jittered(pause_s))
+            result = await self._check_reachability(dial_back)
+            if str(result) != str(self.reachability):
+                log.log(logging.WARNING if result.problem else logging.INFO, "reachability %s", result)
+            self.reachability = result
+            pause_s = until_next(result)
+
+    async def _check_reachability(self, dial_back: DialBack) -> Reachability:
+        own = [str(address).rpartition("/p2p/")[0] for address in self._host.get_addrs()]
+        question = Question(own[0] if own else "", self._public_url)
+        findings = []
+        others = dial_back.others()
+        for peer in random.sample(others, min(PEERS_TO_ASK, len(others))):
+            if (finding := await dial_back.ask(peer, question)) is not None:
+                findings.append(finding)
+        return conclude(findings, question)
+
+    async def _keep_merged(self) -> None:
+        """Look around anew whenever a server joins: what it knows may be the other half of the network."""
+        dht = self._running_dht()
+        while True:
+            await dht.grown.wait()
+            await trio.sleep(jittered(_MERGE_PAUSE_S))
+            await dht.join()
 
     async def _keep_fresh(self) -> None:
         """Look for peers often at first, when others are starting too, then seldom: a look costs tens of ms of CPU."""
         pause_s = _FIRST_REFRESH_S
         while True:
-            await trio.sleep(_jittered(pause_s))
+            await trio.sleep(jittered(pause_s))
             pause_s = min(2 * pause_s, _REFRESH_S)
             dht = self._running_dht()
-            dht.expire()
+            await dht.expire()
+            await dht.check_silent()
             await dht.join()
 
     def _running_dht(self) -> RunDHT:
@@ -346,29 +417,3 @@ class P2PNode:
         if self._nursery is None:
             raise RuntimeError("P2PNode.run is not running")
         return self._nursery
-
-
-def _level(tries: int) -> int:
-    """Powers of two are told, the rest is for debugging: a peer that is down for days fills no log."""
-    return logging.WARNING if tries & (tries - 1) == 0 else logging.DEBUG
-
-
-def _jittered(seconds: float) -> float:
-    """Between 80 and 120 % of a time, so that nodes started together do not act together."""
-    return seconds * random.uniform(0.8, 1.2)
-
-
-def _parse_bootstraps(texts: Sequence[str], *, own: PeerId) -> list[_Bootstrap]:
-    parsed = {text: _parse_bootstrap(text) for text in texts}
-    return [entry for entry in parsed.values() if entry.peer_id != to_libp2p(own)]
-
-
-def _parse_bootstrap(text: str) -> _Bootstrap:
-    hint = "write --bootstrap /ip4/<address>/tcp/<port>/p2p/<peer id>, as a relay prints it when it starts"
-    transport, found, peer = text.rpartition("/p2p/")
-    if not found:
-        raise BootstrapError(f"a bootstrap address without a peer id: {text[:160]!r}", hint=hint)
-    try:
-        return _Bootstrap(to_libp2p(PeerId.parse(peer)), parse_announce(transport))
-    except (ConfigError, MalformedError) as error:
-        raise BootstrapError(f"cannot use the bootstrap address {text[:160]!r}: {error.message}", hint=hint) from error

@@ -14,6 +14,7 @@ import re
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from enum import Enum
 from typing import Any, Final
 
 import trio
@@ -23,6 +24,8 @@ from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
 from libp2p.network.config import ConnectionConfig, RetryConfig
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
+from libp2p.rcmgr.connection_limits import ConnectionLimits
+from libp2p.rcmgr.manager import ResourceLimits, ResourceManager
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_PROTOCOL
 from libp2p.security.noise.transport import Transport as NoiseTransport
 from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX_PROTOCOL
@@ -30,28 +33,48 @@ from libp2p.stream_muxer.yamux.yamux import Yamux
 from multiaddr import Multiaddr
 
 from p2p import patches
+from p2p.addresses import ANY_ADDRESS
+from p2p.guard import Guard
+from p2p.patches import guard_of
+from p2p.text import cut
 from protocol.errors import ConfigError, PortError
 from protocol.identity import Identity
 
 log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS: Final = 256
+MAX_CONNECTIONS: Final = 1024
+MAX_CONNECTIONS_PER_PEER: Final = 8
+MAX_STREAMS: Final = 8192
 HANDSHAKE_TIMEOUT_S: Final = 8.0
 CLOSE_TIMEOUT_S: Final = 3.0
 MAX_ADDRESSES_TO_DIAL: Final = 4
-_ANY_ADDRESS: Final = frozenset({"0.0.0.0", "::"})
+_NAME_FAMILIES: Final = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
 _ANSWERED_AS = re.compile(r"remote_peer_id_from_pubkey=(\w+)")
+
+
+class DialProblem(Enum):
+    """Why a peer could not be reached, and what whoever gave its address should do."""
+
+    NO_ADDRESS = "ask for an address of it"
+    NAME = "check the spelling of the name and this computer's DNS: `getent hosts <name>`"
+    REFUSED = "the computer is up but nothing listens there: check the port, or start the node there"
+    FILTERED = "no answer at all: check the address, and that its firewall and router let the TCP port through"
+    UNREACHABLE = "this computer has no route there: check its own network, and IPv6 if the address is one"
+    OTHER_PEER = "its key has changed, or another node is there: ask for its new address"
+    NOT_A_NODE = "something else listens there: check the port, which is the DHT's, not the HTTP server's"
+    BANNED = "it broke the protocol; see `intellect-node peers`, or delete bans.json and start again"
 
 
 class DialError(Exception):
     """Raised when no address of a peer led to it. `other_peer` is who answered instead, if someone did."""
 
-    def __init__(self, reason: str, *, other_peer: str = "") -> None:
+    def __init__(self, reason: str, problem: DialProblem, *, other_peer: str = "") -> None:
         super().__init__(reason)
+        self.problem = problem
         self.other_peer = other_peer
 
 
-def build_host(identity: Identity, *, announce: Sequence[Multiaddr] = ()) -> Any:
+def build_host(identity: Identity, *, announce: Sequence[Multiaddr] = (), guard: Guard | None = None) -> Any:
     """A host that is not running yet. `announce` replaces what peers are told; without it, where the host listens."""
     patches.apply()
     keys = create_new_key_pair(identity.seed)
@@ -61,11 +84,35 @@ def build_host(identity: Identity, *, announce: Sequence[Multiaddr] = ()) -> Any
         sec_opt={NOISE_PROTOCOL: NoiseTransport(keys, noise_privkey=create_noise_key_pair().private_key)},
         muxer_opt={YAMUX_PROTOCOL: Yamux},
         connection_config=_connection_config(),
+        resource_manager=_resource_manager(),
         addrs_factory=lambda listening: fixed or [address for own in listening for address in reachable(own)],
         disable_identify_address_discovery=True,
     )
     host.get_network().retry_config = RetryConfig(max_retries=0)
+    patches.set_guard(host, guard or Guard())
     return host
+
+
+def _resource_manager() -> Any:
+    """Limits by number alone, beside those of p2p.guard.
+
+    By default libp2p also refuses everyone for a minute after five refusals (a circuit breaker that any peer can trip),
+    takes 256 inbound connections whatever is configured, and looks at the memory of the whole machine.
+    """
+    return ResourceManager(
+        limits=ResourceLimits(max_connections=MAX_CONNECTIONS, max_streams=MAX_STREAMS),
+        connection_limits=ConnectionLimits(
+            max_established_inbound=MAX_CONNECTIONS,
+            max_established_outbound=MAX_CONNECTIONS,
+            max_established_per_peer=MAX_CONNECTIONS_PER_PEER,
+            max_established_total=MAX_CONNECTIONS,
+        ),
+        enable_metrics=False,
+        enable_memory_limits=False,
+        enable_circuit_breaker=False,
+        enable_graceful_degradation=False,
+        enable_rate_limiting=False,
+    )
 
 
 def _connection_config() -> Any:
@@ -122,17 +169,37 @@ async def dial(host: Any, peer_id: Any, addresses: Sequence[Multiaddr], *, timeo
     """
     if host.get_network().get_connections(peer_id):
         return
-    failure = DialError("no address of it is known")
+    if guard_of(host).scores.is_banned(peer_id):
+        raise DialError(f"{peer_id} is banned here", DialProblem.BANNED)
+    failure = DialError("no address of it is known", DialProblem.NO_ADDRESS)
     for address in list(addresses)[:MAX_ADDRESSES_TO_DIAL]:
+        await guard_of(host).dials.wait()
         try:
             with trio.fail_after(timeout_s):
-                await _dial_one(host, peer_id, address)
+                await _dial_one(host, peer_id, await resolved(address))
             return
         except trio.TooSlowError:
-            failure = DialError(f"{address} did not answer within {timeout_s:g} s")
+            failure = DialError(f"{address} did not answer within {timeout_s:g} s", DialProblem.FILTERED)
+        except DialError as error:
+            failure = error
         except Exception as error:  # whatever a peer's bytes bring about
             failure = _dial_error(address, error)
     raise failure
+
+
+async def resolved(address: Multiaddr) -> Multiaddr:
+    """An address with its name replaced by an IP address that the name has. Raises DialError."""
+    protocol = address.protocols()[0].name
+    if protocol not in _NAME_FAMILIES:
+        return address
+    name, port = address.value_for_protocol(protocol), address.value_for_protocol("tcp")
+    try:
+        found = await trio.socket.getaddrinfo(name, int(port), _NAME_FAMILIES[protocol], socket.SOCK_STREAM)
+    except OSError as error:
+        reason = f"{address}: the name {name} cannot be resolved: {error.strerror or error}"
+        raise DialError(reason, DialProblem.NAME) from error
+    ip = str(found[0][4][0])
+    return Multiaddr(f"/ip{6 if ':' in ip else 4}/{ip}/tcp/{port}")
 
 
 async def _dial_one(host: Any, peer_id: Any, address: Multiaddr) -> None:
@@ -145,9 +212,22 @@ def _dial_error(address: Multiaddr, error: BaseException) -> DialError:
     causes = list(_causes(error))
     for cause in causes:
         if match := _ANSWERED_AS.search(str(cause)):
-            return DialError(f"{address} answers as {match[1]}", other_peer=match[1])
-    root = next((cause for cause in causes if isinstance(cause, OSError)), causes[-1])
-    return DialError(f"{address}: {patches.cut(str(root) or repr(root))}")
+            return DialError(f"{address} answers as {match[1]}", DialProblem.OTHER_PEER, other_peer=match[1])
+    with_number = (cause for cause in causes if isinstance(cause, OSError) and cause.errno)
+    root = next(with_number, causes[-1])
+    return DialError(f"{address}: {cut(str(root) or repr(root))}", _problem(root))
+
+
+def _problem(error: BaseException) -> DialProblem:
+    match error:
+        case ConnectionRefusedError():
+            return DialProblem.REFUSED
+        case OSError(errno=errno.ENETUNREACH | errno.EHOSTUNREACH | errno.EADDRNOTAVAIL):
+            return DialProblem.UNREACHABLE
+        case OSError(errno=errno.ETIMEDOUT):
+            return DialProblem.FILTERED
+        case _:
+            return DialProblem.NOT_A_NODE
 
 
 def _causes(error: BaseException, depth: int = 0) -> Iterator[BaseException]:
@@ -202,7 +282,7 @@ def parse_announce(text: str) -> Multiaddr:
     address = _parse(text, option="--announce", example=example)
     names = [protocol.name for protocol in address.protocols()]
     value = address.value_for_protocol(names[0])
-    if value in _ANY_ADDRESS or address.value_for_protocol("tcp") == "0":
+    if value in ANY_ADDRESS or address.value_for_protocol("tcp") == "0":
         raise ConfigError(f"nobody can dial {text}", hint=f"announce a real address and port: --announce {example}")
     return address
 
@@ -231,7 +311,7 @@ def reachable(address: Multiaddr) -> list[Multiaddr]:
     host, port = endpoint(address)
     if port == 0:
         return []
-    if host not in _ANY_ADDRESS:
+    if host not in ANY_ADDRESS:
         return [address]
     outward = outward_address(ipv6=":" in host)
     version = ipaddress.ip_address(outward).version

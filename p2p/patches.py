@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-from collections import Counter
+import math
 from collections.abc import Callable
 from typing import Any, Final
 
 import trio
 from libp2p.host.basic_host import BasicHost
-from libp2p.kad_dht import common, kad_dht, peer_routing, provider_store, value_store
+from libp2p.io.trio import TrioTCPStream
 from libp2p.network import swarm as swarm_module
 from libp2p.network.auto_connector import AutoConnector
 from libp2p.network.connection import swarm_connection
@@ -25,27 +25,25 @@ from libp2p.peer.peerstore import PeerStore
 from libp2p.stream_muxer.yamux.yamux import Yamux
 from libp2p.utils import varint
 
+from p2p.addresses import remote_ip
+from p2p.guard import Guard, Refused
+from p2p.scores import Misdeed
+from p2p.text import cut
 from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 LIBP2P_VERSION: Final = "0.8.1"
-KAD_PROTOCOL: Final = "/intellect/kad/1.0.0"
 MAX_NEGOTIATION_BYTES: Final = 64 * 1024
 MAX_UNREAD_BYTES: Final = 16 * 1024 * 1024
 MAX_FRAME_BYTES: Final = 1024 * 1024
-MAX_KAD_REQUEST_BYTES: Final = 16 * 1024
 MAX_PEER_RECORD_BYTES: Final = 2048
 MAX_ADDRESSES_PER_PEER: Final = 16
-MAX_STREAMS_PER_PEER: Final = 32
-MAX_KAD_STREAMS: Final = 64
-MAX_KAD_STREAMS_PER_PEER: Final = 4
-KAD_STREAM_TIMEOUT_S: Final = 15.0
-QUERY_TIMEOUT_S: Final = 3
-MAX_HALF_OPEN_PER_ADDRESS: Final = 32
-MAX_LOG_CHARACTERS: Final = 2048
+STREAM_TIMEOUT_S: Final = 30.0
+"""Of a stream that somebody else opened, unless its handler has deadlines of its own."""
+_OWN_DEADLINES: Final = "_intellect_own_deadlines"
+_GUARD: Final = "_intellect_guard"
 
-_KAD_MODULES: Final = (common, kad_dht, peer_routing, provider_store, value_store)
 _applied = False
 
 
@@ -72,26 +70,48 @@ def check_version(installed: str) -> None:
 def contain_stream_handlers() -> None:
     """An exception that leaves a stream handler ends the host, and one peer may open any number of streams.
 
-    Tests: test_raising_handler_ends_its_stream_only, test_streams_of_one_peer_are_capped.
+    A stream of which nothing comes would be held for ever: each has a deadline, negotiation included.
+    Tests: test_raising_handler_ends_its_stream_only, test_streams_of_one_peer_are_capped, test_silent_stream_is_ended.
     """
     original = BasicHost._swarm_stream_handler
 
     async def handle(self: Any, stream: Any) -> None:
+        guard = guard_of(self)
         peer = stream.muxed_conn.peer_id
-        counts: Counter[Any] = self.__dict__.setdefault("_intellect_streams", Counter())
-        if counts[peer] >= MAX_STREAMS_PER_PEER:
-            await _reset(stream)
-            return
-        counts[peer] += 1
         try:
-            await original(self, stream)
+            with guard.stream(peer, remote_ip(stream)), trio.CancelScope() as scope:
+                scope.deadline = trio.current_time() + STREAM_TIMEOUT_S
+                setattr(stream, _OWN_DEADLINES, scope)
+                await original(self, stream)
+            if not scope.cancelled_caught:
+                return
+            await guard.blame(self, stream, Misdeed.STALL)
+        except Refused:
+            await guard.blame(self, stream, Misdeed.FLOOD)
         except Exception as error:
             log.debug("stream_failed peer=%s error=%s", peer, cut(repr(error)))
-            await _reset(stream)
-        finally:
-            _count_down(counts, peer)
+        await _reset(stream)
 
     BasicHost._swarm_stream_handler = handle
+
+
+def has_own_deadlines(stream: Any) -> None:
+    """Called by a handler that bounds each of its waits itself: the stream may then last as long as it is used."""
+    scope = getattr(stream, _OWN_DEADLINES, None)
+    if scope is not None:
+        scope.deadline = math.inf
+
+
+def guard_of(host: Any) -> Guard:
+    """The guard at a host's door; one of its own if it was given none."""
+    guard: Guard = host.__dict__.setdefault(_GUARD, Guard())
+    return guard
+
+
+def set_guard(host: Any, guard: Guard) -> None:
+    """Put a guard at a host's door."""
+    setattr(host, _GUARD, guard)
+    setattr(host.get_network(), _GUARD, guard)
 
 
 def contain_system_tasks() -> None:
@@ -113,29 +133,51 @@ def contain_system_tasks() -> None:
 def return_inbound_slots() -> None:
     """The slot of an inbound connection is given back when the program stops, not when the connection closes.
 
-    After 250 connections in its lifetime a node would accept no more. Sockets that have not finished their handshake
-    are counted by address, so that one host cannot hold all slots with idle sockets.
-    Tests: test_inbound_slots_are_given_back, test_idle_sockets_do_not_shut_others_out.
+    After 250 connections in its lifetime a node would accept no more. Here too: the shares of addresses, so that one
+    host cannot hold all slots with idle sockets, and the refusal of who is banned.
+    Tests: test_inbound_slots_are_given_back, test_idle_sockets_do_not_shut_others_out, test_banned_peer_is_refused.
     """
 
     async def serve(self: Any, socket: Any, listen_addr: Any, failure_event: Any) -> None:
-        half_open: Counter[str] = self.__dict__.setdefault("_intellect_half_open", Counter())
-        remote = str((socket.get_remote_address() or ("unknown",))[0])
-        if half_open[remote] >= MAX_HALF_OPEN_PER_ADDRESS:
+        guard = guard_of(self)
+        remote = socket.get_remote_address()
+        if remote is None:  # it has hung up already
             await socket.close()
             return
-        half_open[remote] += 1
+        ip = str(remote[0]).partition("%")[0]
         try:
-            muxed = await self.upgrade_inbound_raw_conn(RawConnection(socket, False), listen_addr)
+            with guard.handshake(ip):
+                muxed = await self.upgrade_inbound_raw_conn(RawConnection(socket, False), listen_addr)
         except Exception as error:
-            log.debug("inbound_refused address=%s error=%s", remote, cut(repr(error)))
+            log.debug("inbound_refused address=%s error=%s", ip, cut(repr(error)))
             await socket.close()
             return
-        finally:
-            _count_down(half_open, remote)
-        await muxed.event_closed.wait()
+        try:
+            with guard.connection(muxed.peer_id, ip):
+                await muxed.event_closed.wait()
+        except Refused as error:
+            log.debug("inbound_refused address=%s error=%s", ip, error)
+            await muxed.close()
 
     Swarm._do_handle_inbound_connection = serve
+
+
+def know_ipv6_addresses() -> None:
+    """The address at the other end of an IPv6 connection is taken for unknown: it has four parts, not two.
+
+    Shares of neighbourhoods and dialling back need it. Test: test_ipv6_peers_are_known_by_their_address.
+    """
+
+    def get_remote_address(self: Any) -> tuple[str, int] | None:
+        if self._cached_remote_address is None:
+            try:
+                self._cached_remote_address = self.stream.socket.getpeername()[:2]
+            except OSError as error:
+                log.debug("no_remote_address error=%s", error)
+        address: tuple[str, int] | None = self._cached_remote_address
+        return address
+
+    TrioTCPStream.get_remote_address = get_remote_address
 
 
 def cap_negotiation_messages() -> None:
@@ -165,56 +207,12 @@ def enforce_receive_window() -> None:
             log.warning(
                 "peer_dropped peer=%s reason=window unread_bytes=%d frame_bytes=%d", self.peer_id, unread, length
             )
+            guard_of(getattr(self, "swarm", self)).scores.blame(self.peer_id, Misdeed.WINDOW, ip=remote_ip(self))
             raise trio.TooSlowError(f"{unread} unread bytes and a frame of {length}")
         data: bytes = await original(self, length)
         return data
 
     Yamux._read_data_body = read_body
-
-
-def separate_kad_network() -> None:
-    """The Kademlia protocol id is hard-coded to that of IPFS, whose nodes would mix with ours.
-
-    Test: test_kademlia_has_its_own_protocol_id.
-    """
-    for module in _KAD_MODULES:
-        module.PROTOCOL_ID = KAD_PROTOCOL
-
-
-def bound_kad_messages() -> None:
-    """Requests of 4 MiB are read and logged; a peer that says nothing holds a query for 10 s.
-
-    Test: test_oversized_request_is_refused_unread.
-    """
-    for module in _KAD_MODULES:
-        if hasattr(module, "MAX_DHT_MESSAGE_SIZE"):
-            module.MAX_DHT_MESSAGE_SIZE = MAX_KAD_REQUEST_BYTES
-        if hasattr(module, "QUERY_TIMEOUT"):
-            module.QUERY_TIMEOUT = QUERY_TIMEOUT_S
-
-
-def limit_kad_streams() -> None:
-    """Twelve idle streams of one peer stop a DHT server: its handler has no deadline and no cap per peer.
-
-    Test: test_idle_kad_streams_do_not_stop_the_server.
-    """
-
-    async def handle(self: Any, stream: Any) -> None:
-        peer = stream.muxed_conn.peer_id
-        counts: Counter[Any] = self.__dict__.setdefault("_intellect_streams", Counter())
-        if counts[peer] >= MAX_KAD_STREAMS_PER_PEER or counts.total() >= MAX_KAD_STREAMS:
-            await _reset(stream)
-            return
-        counts[peer] += 1
-        try:
-            with trio.move_on_after(KAD_STREAM_TIMEOUT_S) as deadline:
-                await self._do_handle_stream(stream)
-            if deadline.cancelled_caught:
-                await _reset(stream)
-        finally:
-            _count_down(counts, peer)
-
-    kad_dht.KadDHT.handle_stream = handle
 
 
 def dial_at_once() -> None:
@@ -284,25 +282,20 @@ class _CutAndForward(logging.Handler):
             log.debug("libp2p %s", " ".join(cut(record.getMessage()).split()))
 
 
-def cut(text: str) -> str:
-    """Shorten what a log line quotes from outside."""
-    return text if len(text) <= MAX_LOG_CHARACTERS else text[: MAX_LOG_CHARACTERS - 1] + "…"
-
-
 def forget_failed_dial(host: Any, peer_id: Any) -> None:
     """Let the next dial happen: after a failure libp2p refuses to dial a peer for 60 s, longer than our back-off."""
     host.get_network()._negative_peer_cache.evict(str(peer_id))
 
 
-def namespaces(dht: Any) -> list[str]:
-    """Namespaces that a KadDHT takes values in."""
-    return list(dht.validator._validators)
-
-
-def _count_down(counts: Counter[Any], key: Any) -> None:
-    counts[key] -= 1
-    if counts[key] <= 0:
-        del counts[key]
+def peer_record(host: Any, peer_id: Any) -> bytes:
+    """The record in which a peer signed its addresses, as it goes into messages; empty if it is not known."""
+    envelope = host.get_peerstore().get_peer_record(peer_id)
+    if envelope is None:
+        return b""
+    marshalled = envelope.__dict__.get("_intellect_bytes")
+    if marshalled is None:
+        marshalled = envelope.__dict__["_intellect_bytes"] = envelope.marshal_envelope()
+    return marshalled if len(marshalled) <= MAX_PEER_RECORD_BYTES else b""
 
 
 async def _reset(stream: Any) -> None:
@@ -316,11 +309,9 @@ _REPAIRS: Final[tuple[Callable[[], None], ...]] = (
     contain_stream_handlers,
     contain_system_tasks,
     return_inbound_slots,
+    know_ipv6_addresses,
     cap_negotiation_messages,
     enforce_receive_window,
-    separate_kad_network,
-    bound_kad_messages,
-    limit_kad_streams,
     dial_at_once,
     stop_auto_connector,
     bound_peer_store,

@@ -69,11 +69,15 @@ class RelayError(NodeError):
 
 
 class RefusedError(RelayError):
-    """Raised when a relay refused a request; `code` is its machine-readable reason."""
+    """Raised when a relay refused a request; `code` is its machine-readable reason.
 
-    def __init__(self, message: str, *, code: str, hint: str = "") -> None:
+    `retry_after_s` says for how long the same request will be refused again; 0 where that is not known.
+    """
+
+    def __init__(self, message: str, *, code: str, hint: str = "", retry_after_s: float = 0.0) -> None:
         super().__init__(message, hint=hint)
         self.code = code
+        self.retry_after_s = retry_after_s
 
 
 class ComputeError(NodeError):

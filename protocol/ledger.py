@@ -50,6 +50,8 @@ class Contributor:
     """Output tokens of accepted work; an eviction forfeits them."""
     next_index: dict[int, int] = field(default_factory=dict)
     """By step: the submission index that must come next."""
+    policies: list[tuple[int, int, int]] = field(default_factory=list)
+    """Step, and the checkpoint steps of its first and its latest submission; by rising step."""
     history: list[tuple[int, TrackRecord]] = field(default_factory=list)
     """Its record after each entry that changed it, by the ledger's length with that entry."""
 
@@ -118,6 +120,20 @@ class LedgerState:
         contributor = self.contributors.get(author)
         return contributor.next_index.get(step, 0) if contributor else 0
 
+    def policy_fault(self, author: PeerId, record: Submission) -> str:
+        """Why a submission that is not in the ledger may not name its policy; empty if it may.
+
+        Policies never go back from one submission to the next, by step and index, in whatever order they come. The
+        policy is a part of the seed: who could choose among several would take the best of as many draws.
+        """
+        policies = self.contributors.get(author, Contributor()).policies
+        place = bisect_right(policies, record.step, key=itemgetter(0))
+        if place and record.checkpoint_step < (latest := policies[place - 1])[2]:
+            return f"checkpoint {record.checkpoint_step} after checkpoint {latest[2]}, which it used at step {latest[0]}"
+        if place < len(policies) and record.checkpoint_step > (following := policies[place])[1]:
+            return f"checkpoint {record.checkpoint_step} before {following[1]}, which it used at step {following[0]}"
+        return ""
+
     def record(self, author: PeerId, length: int) -> TrackRecord:
         """What the first `length` entries make of a contributor's work. Raises LedgerError before they are replayed."""
         if length > self.length:
@@ -143,7 +159,11 @@ class LedgerState:
         expected = contributor.next_index.get(record.step, 0)
         if record.index != expected:
             _refuse("not-contiguous", f"index {record.index} at step {record.step}; expected {expected}")
+        fault = self.policy_fault(entry.author, record)
+        if fault:
+            _refuse("policy-back", fault)
         self.contributors.setdefault(entry.author, contributor).next_index[record.step] = expected + 1
+        _remember_policy(contributor, record)
         self.submissions[entry.id] = LedgerSubmission(record, entry.author)
         self._files.add(record.sha256)
 
@@ -252,6 +272,15 @@ class LedgerState:
 
     def _rejected_of(self, peer: PeerId) -> Iterable[LedgerSubmission]:
         return (one for one in self.submissions.values() if one.author == peer and one.state == "rejected")
+
+
+def _remember_policy(contributor: Contributor, record: Submission) -> None:
+    policies = contributor.policies
+    place = bisect_right(policies, record.step, key=itemgetter(0))
+    if place and policies[place - 1][0] == record.step:
+        policies[place - 1] = (record.step, policies[place - 1][1], record.checkpoint_step)
+    else:
+        policies.insert(place, (record.step, record.checkpoint_step, record.checkpoint_step))
 
 
 def _refuse(rule: str, message: str) -> NoReturn:

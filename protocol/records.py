@@ -20,8 +20,10 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 Positive = Annotated[int, Meta(ge=1, le=2**53)]
 Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-z0-9][a-z0-9._-]*\Z")]
 Text = Annotated[str, Meta(max_length=1024)]
-Url = Annotated[str, Meta(max_length=256, pattern=r"^https?://[!-~]+\Z")]
+Url = Annotated[str, Meta(max_length=256, pattern=r"^https://[!-~]+\Z")]
+"""Whoever may be asked something is asked over TLS: a token must never travel in clear."""
 Threshold = Annotated[float, Meta(ge=0)]  # refuses NaN, which every measurement would pass
+FileName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*\Z")]
 Outcome = Literal["pass", "fail", "unknown"]
 Dtype = Annotated[str, Meta(min_length=1, max_length=16, pattern=r"^[a-z0-9_]+\Z")]
 
@@ -93,10 +95,17 @@ class Tolerance(Spec, frozen=True, kw_only=True):
     """Mean clipped margin over the tokens of one submission."""
     max_logprob_error: Threshold
     """Between a recorded log-probability and the validator's."""
+    max_mean_logprob_error: Threshold = 0.1
+    """Mean size of that difference, each clipped, over the tokens of one submission."""
+    max_logprob_shift: Threshold = 0.02
+    """The same of the mean with signs, either way: rounding cancels out in it. Coarse formats need these defaults; of a
+    fine one, `max_logprob_error` bounds both more tightly already."""
     honest_margin: Threshold
     """Clipped margin that no honest machine exceeds on average over its rollouts (protocol.sequential)."""
     honest_mantissa: Threshold
     """The same for the mantissa mean of rollouts."""
+    honest_logprob_shift: Threshold = 0.01
+    """The same for the size of the mean log-probability error of the answers to one prompt."""
 
 
 class CheckSpec(Spec, frozen=True, kw_only=True):
@@ -200,7 +209,23 @@ class RelayAdvert(Record, frozen=True, kw_only=True):
     valid_until_ms: Count
     multiaddrs: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=8)]
     http_url: Url
+    tls_fingerprint: Digest
+    """SHA-256 of the certificate (DER) at `http_url`; clients accept no other, and ask no authority about it."""
     software: Annotated[str, Meta(max_length=64)]
+
+
+class Hello(Record, frozen=True, kw_only=True):
+    """A node proves its key to one relay, which answers with a short-lived token. Signed by the node."""
+
+    KIND = "hello"
+    MAX_BYTES = 512
+
+    run: Digest
+    """RunAddress.digest, as in the advert."""
+    relay: Key
+    """Whom it is said to: no other relay can use it."""
+    nonce: Annotated[bytes, Meta(min_length=16, max_length=128)]
+    """The relay's challenge."""
 
 
 class OriginNotice(Record, frozen=True, kw_only=True):
@@ -213,16 +238,59 @@ class OriginNotice(Record, frozen=True, kw_only=True):
     relay: Key
     issued_at_ms: Count
     http_url: Url
+    tls_fingerprint: Digest
+    """Of the origin's certificate."""
     token: Annotated[str, Meta(min_length=16, max_length=128)]
     """Bearer token for the origin, for this relay alone."""
+
+
+class PlannedFile(Spec, frozen=True, kw_only=True):
+    """One file of a checkpoint that is still being hashed."""
+
+    name: FileName
+    size: Count
+
+
+class CheckpointPlan(Record, frozen=True, kw_only=True):
+    """What a coming checkpoint's files are, signed before they are hashed; its envelope id names the plan.
+
+    Parts that name it and then the manifest follow, so that shards travel while later ones are still being hashed.
+    """
+
+    KIND = "checkpoint-plan"
+    MAX_BYTES = 256 * 1024
+
+    run_id: Digest
+    step: Count
+    issued_at_ms: Count
+    shard_bytes: Positive
+    files: Annotated[tuple[PlannedFile, ...], Meta(min_length=1, max_length=1024)]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+class CheckpointPart(Record, frozen=True, kw_only=True):
+    """Hashes of the next shards of a plan. Signed by the trainer; parts have no gap and no overlap."""
+
+    KIND = "checkpoint-part"
+    MAX_BYTES = 640 * 1024
+
+    plan: Digest
+    number: Count
+    """0, 1, 2 …"""
+    first_shard: Count
+    shards: Annotated[tuple[Digest, ...], Meta(min_length=1, max_length=MAX_SHARDS)]
 
 
 class CheckpointFile(Spec, frozen=True, kw_only=True):
     """One file of a checkpoint; files lie one after another in the byte stream that is cut into shards."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*\Z")]
+    name: FileName
     size: Count
     sha256: Digest
+    """For whoever audits a file by itself; nodes check shards, which cover every byte."""
 
 
 class CheckpointManifest(Record, frozen=True, kw_only=True):
@@ -238,7 +306,7 @@ class CheckpointManifest(Record, frozen=True, kw_only=True):
     files: Annotated[tuple[CheckpointFile, ...], Meta(min_length=1, max_length=1024)]
     shards: Annotated[tuple[Digest, ...], Meta(min_length=1, max_length=MAX_SHARDS)]
     sha256: Digest
-    """Of the whole byte stream."""
+    """Over the shards' hashes laid end to end: names the content, whatever else the manifest says."""
 
     @property
     def total_bytes(self) -> int:

@@ -1,15 +1,15 @@
 """A test over everything that one node ever hands in: is a measurement, on average, larger than an honest node's?
 
 Small departures that every single submission may have show in their sum. The test bets against honesty (test by
-betting; Ville 1939, Waudby-Smith and Ramdas 2023): with a mean `bound` that no honest node exceeds, a value x ≥ 0
-multiplies a stake by
+betting; Ville 1939, Waudby-Smith and Ramdas 2023): with a `bound` that no honest node's next value is expected to
+exceed, a value x ≥ 0 multiplies a stake by
 
     1 - f + f · x / bound
 
-which an honest node cannot make grow on average, whatever the distribution of x and however its values depend on one
-another. A new bet begins with every value, the n-th with a share 1 / (n (n + 1)) of the capital 1, so that a node that
-turns dishonest late is found as well; each fraction f of FRACTIONS has an equal part. Whatever happens, the chance that
-an honest node's capital **ever** reaches 1/α is at most α: the false-positive rate is for the node's whole life.
+which does not make an honest node's stake grow on average, whatever the distribution of x: skewed, heavy-tailed,
+changing with time. A new bet begins with every value, the n-th with a share 1 / (n (n + 1)) of the capital 1, so that a
+node that turns dishonest late is found as well; each fraction f of FRACTIONS has an equal part. The chance that an
+honest node's capital **ever** reaches 1/α is at most α: the false-positive rate is for the node's whole life.
 
 Stakes are cut at MOST_CAPITAL, which only helps the node: one that mends its ways is believed again. Leaves out what is
 measured, the bounds (the manifest's) and what follows (node.validator.suspicion). Pure; a state is a small record.

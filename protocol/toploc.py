@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final, Literal, Protocol, cast
+from typing import Final, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,8 +63,7 @@ def backend() -> Literal["native", "numpy"]:
     return "numpy" if _kernel is toploc_numpy else "native"
 
 
-@dataclass(frozen=True)
-class ChunkResult:
+class ChunkResult(NamedTuple):
     """How far a checker's states lie from one proof. `mantissa_median` is the upper median."""
 
     exponent_mismatches: int
@@ -103,9 +101,7 @@ def build_proofs(patterns: Patterns, top_k: int) -> list[bytes]:
 
 def build_chunks(chunks: Patterns, top_k: int) -> list[bytes]:
     """A proof per chunk of uint16[chunks, rows, H], which may be of several rollouts. Raises as `build_proofs` does."""
-    if chunks.ndim != 3 or chunks.dtype != np.uint16 or 0 in chunks.shape[1:]:
-        raise ModelError(f"chunks must be uint16[chunks, rows, width], not {chunks.dtype}{list(chunks.shape)}")
-    points = _points(chunks.shape[1] * chunks.shape[2], top_k)
+    points = _points(_chunk_values(chunks), top_k)
     if not len(chunks):
         return []
     try:
@@ -134,11 +130,25 @@ def verify_proofs(patterns: Patterns, proofs: Sequence[bytes], top_k: int) -> li
     check_proof_shape(proofs, tokens=tokens, hidden_size=hidden_size, top_k=top_k)
     results: list[ChunkResult] = []
     for chunks in _chunks(patterns):
-        flat = _flat(chunks)
-        joined = b"".join(proofs[len(results) : len(results) + len(chunks)])
-        found = _kernel.verify(flat, joined, _points(flat.shape[1], top_k))
-        results += [ChunkResult(*row) for row in found]
+        results += _measure(chunks, proofs[len(results) : len(results) + len(chunks)], top_k)
     return results
+
+
+def verify_chunks(chunks: Patterns, proofs: Sequence[bytes], top_k: int) -> list[ChunkResult]:
+    """The same for chunks of one length, uint16[chunks, rows, H], which may be of several rollouts."""
+    values = _chunk_values(chunks)
+    if len(proofs) != len(chunks):
+        raise MalformedError(f"{len(proofs)} proofs for {len(chunks)} chunks")
+    if not proofs:
+        return []
+    _check_proofs(proofs, 0, values=values, top_k=top_k)
+    return _measure(chunks, proofs, top_k)
+
+
+def _measure(chunks: Patterns, proofs: Sequence[bytes], top_k: int) -> list[ChunkResult]:
+    flat = _flat(chunks)
+    found = _kernel.verify(flat, b"".join(proofs), _points(flat.shape[1], top_k))
+    return [ChunkResult._make(row) for row in found]
 
 
 def check_proof_shape(proofs: Sequence[bytes], *, tokens: int, hidden_size: int, top_k: int) -> None:
@@ -194,6 +204,12 @@ def _shape(patterns: Patterns) -> tuple[int, int]:
     if patterns.ndim != 2 or patterns.dtype != np.uint16 or patterns.shape[1] == 0:
         raise ModelError(f"hidden states must be uint16[tokens, width], not {patterns.dtype}{list(patterns.shape)}")
     return patterns.shape[0], patterns.shape[1]
+
+
+def _chunk_values(chunks: Patterns) -> int:
+    if chunks.ndim != 3 or chunks.dtype != np.uint16 or 0 in chunks.shape[1:]:
+        raise ModelError(f"chunks must be uint16[chunks, rows, width], not {chunks.dtype}{list(chunks.shape)}")
+    return int(chunks.shape[1]) * int(chunks.shape[2])
 
 
 def _chunks(patterns: Patterns) -> Iterator[Patterns]:

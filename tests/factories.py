@@ -16,6 +16,7 @@ from protocol.records import (
     Draw,
     EnvironmentSpec,
     Eviction,
+    Head,
     Manifest,
     ModelSpec,
     Receipt,
@@ -67,8 +68,11 @@ def make_tolerance(**changes: Any) -> Tolerance:
         max_margin=1e-3,
         max_mean_margin=1e-4,
         max_logprob_error=1e-3,
+        max_mean_logprob_error=1e-4,
+        max_logprob_shift=1e-5,
         honest_margin=1e-5,
         honest_mantissa=0.01,
+        honest_logprob_shift=1e-5,
     )
     return msgspec.structs.replace(tolerance, **changes)
 
@@ -127,6 +131,29 @@ def receipt_of(submission: Signed[Submission], *, by: Identity = RELAY, head_seq
         run_id=submission.record.run_id, submission=submission.id, head_sequence=head_sequence, received_at_ms=2
     )
     return sealed(record, by)
+
+
+def make_head(run_id: bytes, sequence: int, *, by: Identity = OPERATOR, **changes: Any) -> Signed[Head]:
+    record = Head(
+        run_id=run_id,
+        sequence=sequence,
+        previous_sequence=max(0, sequence - 1),
+        issued_at_ms=sequence,
+        step=0,
+        collecting=True,
+        checkpoint_step=0,
+        checkpoint=CHECKPOINT,
+        oldest_checkpoint_step=0,
+        ledger_length=0,
+        ledger_tip=run_id,
+        finished=False,
+    )
+    return sealed(msgspec.structs.replace(record, **changes), by)
+
+
+def make_draw_evidence(submission: Signed[Submission], beacon: Signed[Head], *, rate: float) -> Draw:
+    """What excuses a submission, whose receipt names head 1, from the costly checks, if this beacon does."""
+    return Draw(drawn=False, rate=rate, why="not drawn", beacon=beacon.data, receipt=receipt_of(submission).data)
 
 
 def make_batch(run_id: bytes, step: int, submissions: list[Signed[Submission]], *, by: Identity = OPERATOR) -> bytes:

@@ -28,7 +28,7 @@ FORBIDDEN = {
     "p2p": COMPUTING,
     "cli": {*COMPUTING, *NETWORKING},
 }
-COMPUTE_MODULES = ("node.engines.", "node.compute.read_worker")
+COMPUTE_MODULES = ("node.engines.", "node.compute.read_worker", "simnet.zoo.workers.")
 """What runs in compute processes, beside modules called `compute` or `…_compute`; the rest is the network process."""
 
 
@@ -147,7 +147,9 @@ def test_libraries_that_a_package_may_not_use(package):
 
 
 def test_libp2p_is_used_by_p2p_alone():
-    assert offences(lambda module, found: top(found.name) == "libp2p" and top(module) != "p2p") == []
+    """And by the benchmark that measures the library beside it."""
+    users = ("p2p", "bench")
+    assert offences(lambda module, found: top(found.name) == "libp2p" and top(module) not in users) == []
 
 
 @pytest.mark.parametrize("module", sorted(filter(is_network_module, modules())))

@@ -33,12 +33,17 @@ def run(*command, cwd, **env):
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
+def source(tmp_path_factory):
     source = tmp_path_factory.mktemp("source")
     for name in TOP_LEVEL:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in ("cli.py", "pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory):
     out = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, source, cwd=out)
     return next(out.glob("*.whl"))
@@ -87,6 +92,22 @@ def test_assets_are_among_them(wheel):
     assert "trainer/recipes/demo.toml" in held
     assert "simnet/scenarios/demo.toml" in held
     assert [name for name in held if name.startswith("trainer/assets/") and name.endswith(".safetensors")]
+
+
+def test_the_installed_wheel_has_compiled_proofs(installed):
+    if not shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0]):
+        pytest.skip("there is no C compiler here")
+    code = "from protocol.toploc import backend; print(backend())"
+    assert run(installed / "venv" / "bin" / "python", "-c", code, cwd=installed).strip() == "native"
+
+
+def test_without_a_compiler_the_wheel_is_built_all_the_same(source, tmp_path):
+    copy = shutil.copytree(source, tmp_path / "source", ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    options = ("--wheel", "--no-isolation", "--outdir", tmp_path)
+    run(sys.executable, "-m", "build", *options, copy, cwd=tmp_path, CC=str(tmp_path / "no-compiler"))
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as archive:
+        assert "protocol/toploc_numpy.py" in archive.namelist()
+        assert not [name for name in archive.namelist() if name.endswith(".so")]
 
 
 def test_the_installed_program_starts(installed):

@@ -28,15 +28,14 @@ from node.engines.base import (
 )
 from node.engines.decoder import Decoder, KVCache
 from node.engines.model_config import read_config
+from node.engines.prompts import PASS_TOKENS, answer_states, read_prompts
 from node.engines.weights import read_weights
 from protocol.constants import PROOF_CHUNK_TOKENS
 from protocol.errors import ModelError
 from protocol.sampling import gumbel_rows, position_keys
-from protocol.toploc import build_proofs
+from protocol.toploc import build_chunks
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-PASS_TOKENS: Final = 16384
-"""Most positions, padding included, of one forward pass over prompts or finished sequences."""
 _COMPACT_BELOW: Final = 0.75
 """Share of unfinished rows under which finished ones are dropped from a batch."""
 
@@ -97,15 +96,11 @@ class TorchEngine:
             self._check_sequence(prompt_ids, output_ids)
         lengths = [len(prompt_ids) + len(output_ids) - 1 for prompt_ids, output_ids in sequences]
         for part in _passes(lengths, max_rows=self._max_batch):
-            tokens = torch.zeros(len(part), lengths[part[-1]], dtype=torch.long)
+            states = answer_states(decoder, [sequences[index] for index in part])
+            patterns = _patterns(states)
             for row, index in enumerate(part):
-                prompt_ids, output_ids = sequences[index]
-                tokens[row, : lengths[index]] = torch.tensor([*prompt_ids, *output_ids[:-1]])
-            positions = torch.arange(tokens.shape[1]).expand(len(part), -1)
-            hidden = decoder.forward(tokens.to(self._device), positions.to(self._device))
-            for row, index in enumerate(part):
-                rows = hidden[row, lengths[index] - len(sequences[index][1]) : lengths[index]]
-                yield Prefill(index, _patterns(rows), partial(_logit_rows, decoder, rows))
+                count = len(sequences[index][1])
+                yield Prefill(index, patterns[row, :count], partial(_logit_rows, decoder, states[row, :count]))
 
     @property
     def _loaded(self) -> Decoder:
@@ -146,10 +141,11 @@ class _Batch:
         """Rows that are not finished."""
         self._output_ids: list[list[int]] = [[] for _ in requests]
         self._logprobs: list[list[float]] = [[] for _ in requests]
-        self._proofs = _ProofRecorder(len(requests), decoder.config.hidden_size, top_k=sampling.top_k_proof)
+        self._proofs = ProofRecorder(len(requests), decoder.config.hidden_size, top_k=sampling.top_k_proof)
 
     def run(self, report: Callable[[int], None]) -> list[Generation]:
-        hidden = self._read_prompts()
+        states = read_prompts(self._decoder, self._prompts, room=self._sampling.max_new_tokens)
+        self._cache, self._padding, hidden = states.cache, states.padding, states.hidden
         for step in range(self._sampling.max_new_tokens):
             tokens = self._emit(hidden, step)
             report(sum(map(len, self._output_ids)))
@@ -157,37 +153,6 @@ class _Batch:
                 break
             hidden = self._advance(tokens)
         return [self._generation(request) for request in range(len(self._prompts))]
-
-    def _read_prompts(self) -> Tensor:
-        unique = {prompt: row for row, prompt in enumerate(dict.fromkeys(self._prompts))}
-        longest = max(map(len, unique))
-        device = self._decoder.embedding.device
-        padding = torch.tensor([longest - len(prompt) for prompt in unique], device=device)
-        tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in unique], device=device)
-        cache = KVCache.empty(self._decoder.config, len(unique), capacity=longest, like=self._decoder.embedding)
-        rows_per_pass = max(1, PASS_TOKENS // longest)
-        hidden = [
-            self._read_pass(tokens[start : start + rows_per_pass], padding[start : start + rows_per_pass], cache, start)
-            for start in range(0, len(unique), rows_per_pass)
-        ]
-        cache.advance(longest)
-        expand = torch.tensor([unique[prompt] for prompt in self._prompts], device=device)
-        self._cache = cache.select(expand, capacity=longest + self._sampling.max_new_tokens)
-        self._padding = padding[expand]
-        return torch.cat(hidden)[expand]
-
-    def _read_pass(self, tokens: Tensor, padding: Tensor, cache: KVCache, start: int) -> Tensor:
-        """Last hidden state of each prompt [rows, H]."""
-        columns = torch.arange(tokens.shape[1], device=tokens.device)
-        positions = (columns[None] - padding[:, None]).clamp(min=0)
-        mask = None
-        if padding.any():
-            before = columns[None, :] <= columns[:, None]
-            real = columns[None, None, :] >= padding[:, None, None]
-            itself = torch.eye(len(columns), dtype=torch.bool, device=tokens.device)
-            mask = (before & real | itself)[:, None]
-        view = cache.part(start, start + len(tokens))
-        return self._decoder.forward(tokens, positions, cache=view, mask=mask)[:, -1]
 
     def _emit(self, hidden: Tensor, step: int) -> NDArray[np.int64]:
         """Draw a token for every row, record those of live rows, and mark the rows that end here."""
@@ -200,20 +165,18 @@ class _Batch:
         logprobs = torch.log_softmax(logits / temperature, -1).gather(1, chosen[:, None])[:, 0].cpu().numpy()
         if not np.isfinite(logprobs[self._live]).all():
             raise ModelError("the policy gives logits that are not finite: its weights are broken")
-        self._record(tokens, logprobs, _patterns(hidden), step)
+        ends = np.isin(tokens, self._sampling.stop_ids) | (step + 1 == self._sampling.max_new_tokens)
+        self._proofs.add(hidden, self._rows, live=self._live, ends=ends, step=step)
+        self._record(tokens, logprobs, ends)
         return tokens
 
-    def _record(
-        self, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], patterns: NDArray[np.uint16], step: int
-    ) -> None:
+    def _record(self, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], ends: NDArray[np.bool_]) -> None:
         live = self._live
         for request, token, logprob in zip(
             self._rows[live], tokens[live].tolist(), logprobs[live].tolist(), strict=True
         ):
             self._output_ids[request].append(token)
             self._logprobs[request].append(logprob)
-        ends = np.isin(tokens, self._sampling.stop_ids) | (step + 1 == self._sampling.max_new_tokens)
-        self._proofs.add(self._rows[live], patterns[live], step=step, ends=ends[live])
         self._live = live & ~ends
 
     def _advance(self, tokens: NDArray[np.int64]) -> Tensor:
@@ -244,7 +207,7 @@ class _Batch:
         return Generation(output_ids, self._logprobs[request], "stop" if stopped else "length", proofs)
 
 
-class _ProofRecorder:
+class ProofRecorder:
     """Keeps the rows of the current chunk of each answer, and proves the chunk when it is full or the answer ends."""
 
     def __init__(self, requests: int, hidden_size: int, *, top_k: int) -> None:
@@ -253,22 +216,25 @@ class _ProofRecorder:
         self.proofs: list[list[bytes]] = [[] for _ in range(requests)]
 
     def add(
-        self, requests: NDArray[np.int64], patterns: NDArray[np.uint16], *, step: int, ends: NDArray[np.bool_]
+        self,
+        hidden: Tensor,
+        requests: NDArray[np.int64],
+        *,
+        live: NDArray[np.bool_],
+        ends: NDArray[np.bool_],
+        step: int,
     ) -> None:
+        """Take the states [rows, H] of one step; of each row its request, whether it is unfinished and whether it ends.
+
+        Rows of one batch are at the same step, so chunks that close together have one length and are proved together.
+        """
         if not self._top_k:
             return
         rows = step % PROOF_CHUNK_TOKENS + 1
-        self._chunk[requests, rows - 1] = patterns
-        closing = requests if rows == PROOF_CHUNK_TOKENS else requests[ends]
-        for request, proof in zip(closing, _prove(self._chunk[closing, :rows], self._top_k), strict=True):
+        self._chunk[requests[live], rows - 1] = _patterns(hidden)[live]
+        closing = requests[live & (ends | (rows == PROOF_CHUNK_TOKENS))]
+        for request, proof in zip(closing, build_chunks(self._chunk[closing, :rows], self._top_k), strict=True):
             self.proofs[request].append(proof)
-
-
-def _prove(chunks: NDArray[np.uint16], top_k: int) -> list[bytes]:
-    """A proof per chunk of uint16[chunks, rows, H]; full chunks are proved together, which is many times cheaper."""
-    if chunks.shape[1] == PROOF_CHUNK_TOKENS:
-        return build_proofs(chunks.reshape(-1, chunks.shape[2]), top_k)
-    return [proof for chunk in chunks for proof in build_proofs(chunk, top_k)]
 
 
 def _passes(lengths: Sequence[int], *, max_rows: int) -> Iterator[list[int]]:

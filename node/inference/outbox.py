@@ -6,15 +6,12 @@ never reuses a submission index. Sending is the role's business.
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from protocol.envelope import Signed
-from protocol.errors import DataDirError
+from node.database import Database
+from protocol.envelope import Signed, open_envelope
 from protocol.identity import PeerId
 from protocol.records import Receipt, Submission, Verdict
 
@@ -35,6 +32,9 @@ CREATE TABLE IF NOT EXISTS submissions (
     UNIQUE (step, idx)
 );
 CREATE INDEX IF NOT EXISTS by_state ON submissions (state);
+CREATE TABLE IF NOT EXISTS verdicts (
+    submission BLOB NOT NULL, validator BLOB NOT NULL, envelope BLOB NOT NULL, PRIMARY KEY (submission, validator)
+);
 """
 
 
@@ -53,10 +53,7 @@ class Outbox:
     """Submissions of one node, by state. Every change is on disk when its method returns. Raises DataDirError."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        with self._errors():
-            self._db = sqlite3.connect(path, isolation_level=None)
-            self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;" + _SCHEMA)
+        self._db = Database(path, _SCHEMA, name="the outbox")
 
     def close(self) -> None:
         self._db.close()
@@ -66,9 +63,14 @@ class Outbox:
         (highest,) = self._one("SELECT COALESCE(MAX(idx), -1) FROM submissions WHERE step = ?", step)
         return int(highest) + 1
 
+    def newest(self) -> Submission | None:
+        """The submission of the highest step and index, whatever became of it; the ledger's order of policies."""
+        row = self._db.row("SELECT envelope FROM submissions ORDER BY step DESC, idx DESC LIMIT 1")
+        return None if row is None else open_envelope(row[0], Submission).record
+
     def add(self, submission: Signed[Submission], path: Path) -> None:
         record = submission.record
-        self._do(
+        self._db.change(
             "INSERT INTO submissions (id, step, idx, envelope, path, state, tokens) VALUES (?, ?, ?, ?, ?, 'ready', ?)",
             *(submission.id, record.step, record.index, submission.data, str(path), record.output_tokens),
         )
@@ -82,25 +84,34 @@ class Outbox:
         return self._outgoing("state = 'received'", limit)
 
     def received(self, submission_id: bytes, relay: PeerId, receipt: Signed[Receipt]) -> None:
-        self._do(
+        self._db.change(
             "UPDATE submissions SET state = 'received', relay = ?, receipt = ? WHERE id = ? AND state = 'ready'",
             *(relay.public_key, receipt.data, submission_id),
         )
 
     def relay_of(self, submission_id: bytes) -> PeerId | None:
         """The relay that holds a submission."""
-        with self._errors():
-            row = self._db.execute("SELECT relay FROM submissions WHERE id = ?", (submission_id,)).fetchone()
+        row = self._db.row("SELECT relay FROM submissions WHERE id = ?", submission_id)
         return PeerId(row[0]) if row and row[0] else None
+
+    def find(self, path: Path) -> bytes | None:
+        """The envelope of the submission whose file lies at `path`."""
+        row = self._db.row("SELECT envelope FROM submissions WHERE path = ?", str(path))
+        return None if row is None else bytes(row[0])
 
     def refused(self, submission_id: bytes, reason: str) -> None:
         """A relay said no for good; the submission will never be judged."""
         self._settle(submission_id, "refused", reason)
 
     def judged(self, verdict: Signed[Verdict]) -> bool:
-        """Take in a verdict; whether it was news about a submission of ours."""
+        """Take in a verdict; whether it was news about a submission of ours. Every validator's latest is kept."""
+        key, validator = verdict.record.submission, verdict.author.public_key
+        self._db.change(
+            "INSERT OR REPLACE INTO verdicts SELECT ?, ?, ? FROM submissions WHERE id = ?",
+            *(key, validator, verdict.data, key),
+        )
         state: dict[str, State] = {"accept": "accepted", "reject": "rejected", "undecided": "undecided"}
-        return self._settle(verdict.record.submission, state[verdict.record.outcome], verdict.record.reason)
+        return self._settle(key, state[verdict.record.outcome], verdict.record.reason)
 
     def count(self, *states: State) -> int:
         marks = ",".join("?" * len(states))
@@ -108,27 +119,26 @@ class Outbox:
 
     def reasons(self) -> dict[str, int]:
         """Refusals and rejections by the name of the check or rule (what stands before the reason's colon)."""
-        with self._errors():
-            rows = self._db.execute("SELECT state, reason FROM submissions WHERE state IN ('rejected', 'refused')")
-            counted: dict[str, int] = {}
-            for state, reason in rows:
-                label = reason.partition(":")[0] or state
-                counted[label] = counted.get(label, 0) + 1
+        counted: dict[str, int] = {}
+        for state, reason in self._db.rows(
+            "SELECT state, reason FROM submissions WHERE state IN ('rejected', 'refused')"
+        ):
+            label = reason.partition(":")[0] or state
+            counted[label] = counted.get(label, 0) + 1
         return counted
 
     def discard_files(self, oldest_step: int) -> None:
         """Delete the files of settled submissions; their records stay."""
-        with self._errors():
-            rows = self._db.execute(
-                "SELECT path FROM submissions WHERE state NOT IN ('ready', 'received') AND step < ? AND path != ''",
-                (oldest_step,),
-            ).fetchall()
+        rows = self._db.rows(
+            "SELECT path FROM submissions WHERE state NOT IN ('ready', 'received') AND step < ? AND path != ''",
+            oldest_step,
+        )
         for (path,) in rows:
             Path(path).unlink(missing_ok=True)
-            self._do("UPDATE submissions SET path = '' WHERE path = ?", path)
+            self._db.change("UPDATE submissions SET path = '' WHERE path = ?", path)
 
     def _settle(self, submission_id: bytes, state: State, reason: str) -> bool:
-        changed = self._do(
+        changed = self._db.change(
             "UPDATE submissions SET state = ?, reason = ? WHERE id = ? AND state IN ('ready', 'received', 'undecided')",
             *(state, reason, submission_id),
         )
@@ -136,25 +146,8 @@ class Outbox:
 
     def _outgoing(self, where: str, limit: int) -> list[Outgoing]:
         query = f"SELECT id, step, idx, envelope, path FROM submissions WHERE {where} ORDER BY step, idx LIMIT ?"
-        with self._errors():
-            rows = self._db.execute(query, (limit,)).fetchall()
-        return [Outgoing(row[0], row[1], row[2], row[3], Path(row[4])) for row in rows]
+        return [Outgoing(row[0], row[1], row[2], row[3], Path(row[4])) for row in self._db.rows(query, limit)]
 
-    def _one(self, query: str, *values: object) -> tuple[int, ...]:
-        with self._errors():
-            row: tuple[int, ...] = self._db.execute(query, values).fetchone()
-        return row
-
-    def _do(self, query: str, *values: object) -> int:
-        with self._errors():
-            return self._db.execute(query, values).rowcount
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise DataDirError(
-                f"cannot use the outbox {self._path}: {error}",
-                hint="check free space and permissions (`df -h`, `ls -l`), then start the node again",
-            ) from error
+    def _one(self, query: str, *values: object) -> tuple[Any, ...]:
+        """The row of a query that always finds one."""
+        return self._db.row(query, *values) or ()

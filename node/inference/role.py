@@ -40,13 +40,37 @@ RESEND_CHECK_S = 10.0
 LAST_VERDICTS_S = 3.0
 FILES_KEPT_STEPS = 8
 RETRY_CODES = frozenset(
-    {"no-manifest", "no-head", "future-step", "disk-full", "busy", "timeout", "bad-clock", "not-yet"}
+    {"no-manifest", "no-head", "future-step", "disk-full", "node-quota", "step-quota", "busy", "timeout", "bad-clock"}
+    | {"not-yet", "not-allowed", "too-many-requests", "unauthorized", "stale-challenge"}
 )
 """Refusals that another relay, or the same one later, may not repeat."""
 
 
 class Evicted(NodeError):
     """Raised when the run has evicted this node."""
+
+
+@dataclass(frozen=True)
+class HeldPolicy:
+    """A complete policy on this node's disk."""
+
+    step: int
+    checkpoint: bytes
+    path: Path
+
+
+class Made(msgspec.Struct):
+    """What the compute process says of a generated submission."""
+
+    sha256: bytes
+    size: int
+    rollouts: int
+    output_tokens: int
+    prompts: bytes
+    mean_reward: float
+    engine: str
+    dtype: str
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -81,6 +105,7 @@ class InferenceRole:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._send_loop)
             nursery.start_soon(self._verdict_loop)
+            nursery.start_soon(self._watch_eviction)
             await self._generate_loop()
             await self._hand_in_rest()
             nursery.cancel_scope.cancel()
@@ -97,12 +122,19 @@ class InferenceRole:
             head = await self._p.swarm.wait_head(0)
             if head.record.finished:
                 return
-            blocked = self._blocked(head.record)
-            if blocked:
-                self._p.board.waiting(blocked)
-                await self._wait_for_news(head)
+            policy, blocked = self._policy(head.record), self._blocked(head.record)
+            if policy is not None and blocked is None:
+                await self.produce(head.record, policy)
                 continue
-            await self._generate_one(head.record)
+            self._p.board.waiting(blocked or f"checkpoint {head.record.checkpoint_step} from the relays")
+            await self._wait_for_news(head)
+
+    def _policy(self, head: Head) -> HeldPolicy | None:
+        """The newest policy on this node's disk that it may still use: neither too old nor older than its last one."""
+        newest = self._p.outbox.newest()
+        oldest = max(head.oldest_checkpoint_step, newest.checkpoint_step if newest else 0)
+        held = self._p.policies.newest(oldest)
+        return None if held is None else HeldPolicy(*held)
 
     def _blocked(self, head: Head) -> str | None:
         """Why nothing can be generated now, in words for a person; None when something can."""
@@ -112,8 +144,9 @@ class InferenceRole:
             return f"step {head.step + 1}: enough rollouts for step {head.step} are on their way"
         if self._p.outbox.next_index(head.step) >= self._manifest.record.rollout.max_submissions_per_step:
             return f"step {head.step + 1}: this node's share of step {head.step} is done"
-        if self._p.policies.newest(head.oldest_checkpoint_step) is None:
-            return f"checkpoint {head.checkpoint_step} from the relays"
+        newest = self._p.outbox.newest()
+        if newest is not None and newest.step > head.step:  # heard from a relay that is behind: steps never go back
+            return f"step {newest.step}, for which this node has worked already"
         return None
 
     async def _wait_for_news(self, head: Signed[Head]) -> None:
@@ -131,64 +164,71 @@ class InferenceRole:
             nursery.start_soon(until_head)
             nursery.start_soon(until_outbox)
 
-    async def _generate_one(self, head: Head) -> None:
-        held = self._p.policies.newest(head.oldest_checkpoint_step)
-        if held is None:
-            return
-        policy_step, checkpoint, path = held
+    async def produce(self, head: Head, policy: HeldPolicy) -> None:
+        """Make the next submission and post it; a simulation of a cheat does something else here."""
         index = self._p.outbox.next_index(head.step)
-        self._p.board.working(f"generating submission {index} of step {head.step} with checkpoint {policy_step}")
-        file = self._p.work_dir / f"{head.step:06d}-{index:04d}.parquet"
+        made = await self.generate(head.step, index, policy)
+        if made is not None:
+            self.post(head.step, index, policy, made)
+
+    async def generate(self, step: int, index: int, policy: HeldPolicy) -> Made | None:
+        """Have a submission computed; None, after a pause, where the engine failed."""
+        self._p.board.working(f"generating submission {index} of step {step} with checkpoint {policy.step}")
         try:
-            await self._load(checkpoint, path)
+            await self._load(policy.checkpoint, policy.path)
             made = await self._p.compute.call(
                 "generate",
                 timeout_s=GENERATE_TIMEOUT_S,
                 run_id=self._manifest.id,
-                step=head.step,
-                checkpoint=checkpoint,
+                step=step,
+                checkpoint=policy.checkpoint,
                 contributor=self._p.identity.peer_id.public_key,
                 index=index,
                 manifest=msgspec.msgpack.encode(self._manifest.record),
-                path=str(file),
+                path=str(self.file(step, index)),
             )
         except ComputeError as error:
             self._loaded = None
-            log.error("generate step=%d index=%d error=%r", head.step, index, error.message)
+            log.error("generate step=%d index=%d error=%r", step, index, error.message)
             self._p.board.waiting(f"the engine to recover: {error.message[:200]}")
             await trio.sleep(2)
-            return
-        self._post(head.step, index, policy_step, checkpoint, made, file)
+            return None
+        return msgspec.convert(made, Made)
+
+    def file(self, step: int, index: int) -> Path:
+        """Where a submission's rollouts lie."""
+        return self._p.work_dir / f"{step:06d}-{index:04d}.parquet"
 
     async def _load(self, checkpoint: bytes, path: Path) -> None:
         if self._loaded == (checkpoint, self._p.compute.restarts):
             return
-        await self._p.compute.call("load", timeout_s=LOAD_TIMEOUT_S, checkpoint_dir=str(path), checkpoint_id=checkpoint)
+        with self._p.policies.kept(checkpoint):
+            await self._p.compute.call(
+                "load", timeout_s=LOAD_TIMEOUT_S, checkpoint_dir=str(path), checkpoint_id=checkpoint
+            )
         self._loaded = (checkpoint, self._p.compute.restarts)
 
-    def _post(
-        self, step: int, index: int, policy_step: int, checkpoint: bytes, made: dict[str, object], file: Path
-    ) -> None:
-        result = msgspec.convert(made, Made)
+    def post(self, step: int, index: int, policy: HeldPolicy, made: Made) -> None:
+        """Sign for a file and put it into the outbox."""
         record = Submission(
             run_id=self._manifest.id,
             step=step,
             index=index,
-            checkpoint_step=policy_step,
-            checkpoint=checkpoint,
-            sha256=result.sha256,
-            size=result.size,
-            rollouts=result.rollouts,
-            output_tokens=result.output_tokens,
-            prompts=result.prompts,
-            engine=result.engine,
-            dtype=result.dtype,
+            checkpoint_step=policy.step,
+            checkpoint=policy.checkpoint,
+            sha256=made.sha256,
+            size=made.size,
+            rollouts=made.rollouts,
+            output_tokens=made.output_tokens,
+            prompts=made.prompts,
+            engine=made.engine,
+            dtype=made.dtype,
             software=SOFTWARE,
             issued_at_ms=now_ms(),
         )
-        self._p.outbox.add(open_envelope(seal(record, self._p.identity), Submission), file)
-        self._tokens += result.output_tokens
-        self._busy_s += result.seconds
+        self._p.outbox.add(open_envelope(seal(record, self._p.identity), Submission), self.file(step, index))
+        self._tokens += made.output_tokens
+        self._busy_s += made.seconds
         self._news()
 
     async def _send_loop(self) -> None:
@@ -225,10 +265,7 @@ class InferenceRole:
 
     def _refused(self, outgoing: Outgoing, error: RefusedError) -> bool:
         if error.code == "evicted":
-            raise Evicted(
-                f"this node was evicted from the run: {error.message}",
-                hint="`intellect-node status` shows the verdict; a new contributor needs another --data-dir",
-            )
+            raise _evicted(error.message)
         if error.code in RETRY_CODES:
             return False
         log.warning(
@@ -247,6 +284,9 @@ class InferenceRole:
                 await self._send(outgoing, avoid=self._p.outbox.relay_of(outgoing.id))
                 self._sent_at[outgoing.id] = time.monotonic()
 
+    async def _watch_eviction(self) -> None:
+        raise _evicted(await self._p.swarm.wait_evicted())
+
     async def _verdict_loop(self) -> None:
         while True:
             client, item = await self._p.feeds.next()
@@ -254,7 +294,10 @@ class InferenceRole:
             if isinstance(verdict.record, Verdict) and self._p.outbox.judged(verdict):
                 record = verdict.record
                 self._sent_at.pop(record.submission, None)
-                log.info("verdict step=%d outcome=%s reason=%r", record.step, record.outcome, record.reason)
+                log.info(
+                    "verdict submission=%s step=%d outcome=%s reason=%r",
+                    *(record.submission.hex()[:12], record.step, record.outcome, record.reason),
+                )
                 self._p.outbox.discard_files(record.step - FILES_KEPT_STEPS)
                 self._news()
             self._p.feeds.done(client, item)
@@ -282,15 +325,8 @@ class InferenceRole:
         self._p.board.details(tokens_per_s=round(speed, 1), outbox=self._p.outbox.count("ready"))
 
 
-class Made(msgspec.Struct):
-    """What the compute process says of a generated submission."""
-
-    sha256: bytes
-    size: int
-    rollouts: int
-    output_tokens: int
-    prompts: bytes
-    mean_reward: float
-    engine: str
-    dtype: str
-    seconds: float
+def _evicted(said: str) -> Evicted:
+    return Evicted(
+        f"this node was evicted from the run: {said}",
+        hint="`intellect-node status` shows the verdict; a new contributor needs another --data-dir",
+    )

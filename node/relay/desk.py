@@ -165,6 +165,16 @@ class RelayDesk:
             raise duplicate_index(submission)
         return None
 
+    def refuse_evicted(self, peer: PeerId) -> None:
+        """Raises RefusedError `evicted`, with the reason, for a key that the ledger has thrown out."""
+        if peer in self.evicted and self.ledger is not None:
+            reason = self.ledger.state.contributors[peer].reason
+            raise RefusedError(
+                f"{peer.short} is evicted from this run: {reason}",
+                code="evicted",
+                hint="`intellect-node audit` shows the verdict that led to it",
+            )
+
     def make_receipt(self, submission: Signed[Submission]) -> bytes:
         """Sign for a stored submission. Names the newest head: the checks are drawn by the first one after it."""
         receipt = Receipt(
@@ -269,13 +279,7 @@ class RelayDesk:
         return self.head
 
     def _refuse_closed(self, author: PeerId, head: Head) -> None:
-        if author in self.evicted and self.ledger is not None:
-            reason = self.ledger.state.contributors[author].reason
-            raise RefusedError(
-                f"{author.short} is evicted from this run: {reason}",
-                code="evicted",
-                hint="`intellect-node audit` shows the verdict that led to it",
-            )
+        self.refuse_evicted(author)
         if head.finished:
             raise RefusedError("the run is finished", code="finished", hint="nothing to do: stop the node")
 

@@ -13,6 +13,7 @@ import msgspec
 import trio
 
 from node.relay.desk import RelayDesk
+from p2p.contacts import Contact
 from p2p.http import HttpClient
 from protocol.envelope import Signed
 from protocol.errors import MalformedError, NodeError, RelayError
@@ -26,6 +27,12 @@ MAX_PULL_BYTES: Final = 512 << 20
 """Entries in memory at once while catching up; about a quarter of a million submissions with their verdicts."""
 FIRST_RETRY_S: Final = 1.0
 LONGEST_RETRY_S: Final = 30.0
+
+
+def origin_contact(notice: Signed[OriginNotice]) -> Contact:
+    """The trainer's origin, as a notice that was checked describes it."""
+    record = notice.record
+    return Contact(notice.author, record.http_url, record.tls_fingerprint, token=record.token)
 
 
 class LedgerMirror:
@@ -72,10 +79,11 @@ class LedgerMirror:
 
     async def _pull(self, notice: Signed[OriginNotice], start: int, head: Signed[Head]) -> list[bytes]:
         wanted = head.record.ledger_length - start
+        origin = origin_contact(notice)
         entries: list[bytes] = []
         total = 0
         while len(entries) < wanted:
-            page = await self._page(notice.record, start + len(entries))
+            page = await self._page(origin, start + len(entries))
             if not page:
                 raise RelayError("the trainer's origin has fewer ledger entries than its head says")
             entries += page
@@ -87,12 +95,9 @@ class LedgerMirror:
                 )
         return entries[:wanted]
 
-    async def _page(self, notice: OriginNotice, start: int) -> list[bytes]:
+    async def _page(self, origin: Contact, start: int) -> list[bytes]:
         response = await self._http.get(
-            f"{notice.http_url.rstrip('/')}/v1/ledger?from={start}",
-            timeout_s=PAGE_TIMEOUT_S,
-            max_bytes=MAX_PAGE_BYTES,
-            headers={"Authorization": f"Bearer {notice.token}"},
+            f"{origin.url}/v1/ledger?from={start}", timeout_s=PAGE_TIMEOUT_S, max_bytes=MAX_PAGE_BYTES, contact=origin
         )
         try:
             return msgspec.msgpack.decode(response.body, type=list[bytes])

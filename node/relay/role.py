@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -17,19 +17,25 @@ import trio
 
 from node.clock import now_ms
 from node.relay.desk import RelayDesk
-from node.relay.mirror import LedgerMirror
+from node.relay.door import NO_LIMITS, DoorLimits
+from node.relay.mirror import LedgerMirror, origin_contact
 from node.relay.service import RelayService
 from node.relay.store import RelayStore
 from node.status import StatusBoard
 from node.version import SOFTWARE
 from p2p.bridge import AioThread
+from p2p.contacts import Contacts
 from p2p.http import BoundAddress, HttpClient, HttpServer
 from p2p.shardcast.origin import checkpoint_routes
-from p2p.shardcast.puller import OriginPuller
+from p2p.shardcast.patch_client import PatchClient
+from p2p.shardcast.patches import PatchStore, patch_routes
+from p2p.shardcast.puller import CheckpointPuller
+from p2p.shardcast.sources import Source
 from p2p.shardcast.store import CheckpointStore
+from p2p.tls import Certificate
 from protocol.checkpoint import CheckpointRules
 from protocol.envelope import Signed, seal
-from protocol.errors import ConfigError, ProtocolError
+from protocol.errors import ConfigError, NodeError, ProtocolError
 from protocol.identity import Identity
 from protocol.records import Manifest, RelayAdvert
 from protocol.run import RunAddress
@@ -40,9 +46,16 @@ ADVERT_VALIDITY_S: Final = 600.0
 FINISH_GRACE_S: Final = 6.0
 """After the last head: time for everyone to hear of it, and for the last checkpoint and entries to arrive."""
 SHOW_S: Final = 1.0
+BUDGET_SAVE_S: Final = 60.0
 MANIFEST_RETRY_S: Final = 2.0
+OTHERS_S: Final = 30.0
+IMPATIENT_OTHERS_S: Final = 3.0
+"""Between lookups of other relays in the first IMPATIENT_S, when they may be starting too."""
+IMPATIENT_S: Final = 60.0
+LOOKUP_TIMEOUT_S: Final = 25.0
+MAX_OTHERS: Final = 64
 MAX_CONNECTIONS: Final = 2048
-MAX_CONNECTIONS_PER_HOST: Final = 1024
+CONNECTIONS_PER_ADDRESS: Final = 1024
 FILE_LIMIT: Final = 8192
 MAX_MULTIADDRS: Final = 8
 
@@ -57,6 +70,8 @@ class Discovery(Protocol):
     def dht_peers(self) -> int: ...
 
     async def publish_advert(self, make: Callable[[int], bytes]) -> None: ...
+
+    async def find_relays(self) -> Iterable[Signed[RelayAdvert]]: ...
 
     async def find_run(self, address: RunAddress) -> Signed[Manifest] | None: ...
 
@@ -73,10 +88,16 @@ class RelayParts:
     store: RelayStore
     desk: RelayDesk
     checkpoints: CheckpointStore
+    patches: PatchStore
     board: StatusBoard
+    contacts: Contacts
+    """How this relay is let in at others."""
+    certificate: Certificate
     http_host: str
     http_port: int
     public_url: str = ""
+    limits: DoorLimits = NO_LIMITS
+    connections_per_address: int = CONNECTIONS_PER_ADDRESS
     stay: bool = False
     finish_grace_s: float = FINISH_GRACE_S
 
@@ -86,8 +107,9 @@ class RelayRole:
 
     def __init__(self, parts: RelayParts) -> None:
         self._p = parts
-        self._service = RelayService(parts.aio, parts.desk, parts.store)
-        self._puller = OriginPuller(parts.http, parts.checkpoints)
+        self._service = RelayService(parts.aio, parts.desk, parts.store, parts.limits)
+        self._patch_client = PatchClient(parts.checkpoints, keep=parts.patches)
+        self._puller = CheckpointPuller(parts.http, parts.checkpoints, patches=self._patch_client)
         self._mirror = LedgerMirror(parts.http, parts.desk)
         self._changed = trio.Event()
         self._notice_id: bytes | None = None
@@ -103,9 +125,10 @@ class RelayRole:
             log.info("relay run=%s url=%s", self._p.run, self._url)
             for address in self._p.discovery.multiaddrs:
                 log.info("others join with --bootstrap %s", address, extra={"whole_peer_ids": True})
-            for task in (self._puller.run, self._mirror.run, self._follow_loop, self._show_loop):
+            for task in (self._puller.run, self._mirror.run, self._follow_loop, self._show_loop, self._budget_loop):
                 nursery.start_soon(task)
             nursery.start_soon(self._find_manifest)
+            nursery.start_soon(self._find_others)
             nursery.start_soon(self._p.discovery.publish_advert, self._advert)
             task_status.started(self._url)
             await self._finished()
@@ -122,12 +145,14 @@ class RelayRole:
         _raise_file_limit()
         return HttpServer(
             self._p.aio,
-            [*self._service.routes(), *checkpoint_routes(self._p.checkpoints)],
+            [*self._service.routes(), *checkpoint_routes(self._p.checkpoints), *patch_routes(self._p.patches)],
             host=self._p.http_host,
             port=self._p.http_port,
+            certificate=self._p.certificate,
             middlewares=[self._service.middleware],
+            on_answer=self._service.door.on_answer,
             max_connections=MAX_CONNECTIONS,
-            max_connections_per_host=MAX_CONNECTIONS_PER_HOST,
+            max_connections_per_host=self._p.connections_per_address,
         )
 
     def _listen_to_desk(self, token: trio.lowlevel.TrioToken) -> None:
@@ -157,8 +182,9 @@ class RelayRole:
         desk = self._p.desk
         if desk.manifest is not None and desk.notice is not None and desk.notice.id != self._notice_id:
             self._notice_id = desk.notice.id
-            notice = desk.notice.record
-            self._puller.set_origin(notice.http_url, notice.token, rules=CheckpointRules.of_run(desk.manifest))
+            self._puller.set_origin(origin_contact(desk.notice), rules=CheckpointRules.of_run(desk.manifest))
+        elif desk.manifest is not None:
+            self._puller.set_rules(CheckpointRules.of_run(desk.manifest))
         if desk.head is not None:
             self._puller.want(desk.head.record.checkpoint)
         self._mirror.wake()
@@ -176,6 +202,28 @@ class RelayRole:
                 log.warning("manifest from the DHT: %s", error.message)
                 return
 
+    async def _find_others(self) -> None:
+        """Other relays to pull from: the origin serves a few, who serve the rest."""
+        began = trio.current_time()
+        while True:
+            try:
+                with trio.move_on_after(LOOKUP_TIMEOUT_S):
+                    self._meet(await self._p.discovery.find_relays())
+            except NodeError as error:
+                log.info("lookup of other relays failed: %s", error.message)
+            await trio.sleep(OTHERS_S if trio.current_time() - began > IMPATIENT_S else IMPATIENT_OTHERS_S)
+
+    def _meet(self, adverts: Iterable[Signed[RelayAdvert]]) -> None:
+        now = now_ms()
+        others = [
+            self._p.contacts.of(advert)
+            for advert in adverts
+            if advert.author != self._p.identity.peer_id
+            and advert.record.run == self._p.run.digest
+            and advert.record.valid_until_ms > now
+        ]
+        self._puller.set_peers([Source(contact.peer, contact.url, contact) for contact in others[:MAX_OTHERS]])
+
     def _advert(self, sequence: int) -> bytes:
         now = now_ms()
         advert = RelayAdvert(
@@ -185,6 +233,7 @@ class RelayRole:
             valid_until_ms=now + int(ADVERT_VALIDITY_S * 1000),
             multiaddrs=tuple(self._p.discovery.multiaddrs[:MAX_MULTIADDRS]),
             http_url=self._url,
+            tls_fingerprint=self._p.certificate.fingerprint,
             software=SOFTWARE,
         )
         return seal(advert, self._p.identity)
@@ -198,6 +247,12 @@ class RelayRole:
     def _is_finished(self) -> bool:
         head = self._p.desk.head
         return head is not None and head.record.finished
+
+    async def _budget_loop(self) -> None:
+        """A relay that starts again today goes on with today's budget."""
+        while True:
+            await trio.sleep(BUDGET_SAVE_S)
+            await trio.to_thread.run_sync(self._service.door.save_budget, self._p.store)
 
     async def _show_loop(self) -> None:
         while True:
@@ -224,6 +279,8 @@ class RelayRole:
             evicted=len(desk.evicted),
             bytes_in=self._service.traffic.bytes_in,
             bytes_out=self._service.traffic.bytes_out,
+            **vars(self._patch_client.savings),
+            refused_at_door=self._service.door.refusals,
         )
 
     def _show_state(self) -> None:
@@ -243,10 +300,10 @@ def public_url(address: BoundAddress, multiaddrs: list[str]) -> str:
     for multiaddr in multiaddrs:
         _, protocol, host, *_ = multiaddr.split("/")
         if protocol in ("ip4", "dns4", "ip6", "dns6") and host not in ("0.0.0.0", "::"):
-            return BoundAddress(host, address.port).url
+            return BoundAddress(host, address.port, address.scheme).url
     raise ConfigError(
         f"listening on {address.host}, so the address that others reach this relay at is unknown",
-        hint=f"give --public-url http://<this computer's public address>:{address.port}",
+        hint=f"give --public-url https://<this computer's public address>:{address.port}",
     )
 
 

@@ -12,6 +12,7 @@ import base64
 import binascii
 import logging
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import msgspec
 from aiohttp import web
 
 from node.relay.desk import RelayDesk
+from node.relay.door import NO_LIMITS, Door, DoorLimits
 from node.relay.store import RelayStore
 from node.version import SOFTWARE
 from p2p.bridge import AioThread
@@ -29,6 +31,7 @@ from p2p.shardcast.origin import ledger_routes
 from protocol.constants import PROTOCOL_VERSION
 from protocol.envelope import Signed, open_envelope
 from protocol.errors import MalformedError, RefusedError
+from protocol.identity import PeerId
 from protocol.records import Submission, Verdict
 
 log = logging.getLogger(__name__)
@@ -36,7 +39,10 @@ log = logging.getLogger(__name__)
 RECORD_HEADER: Final = "X-Intellect-Record"
 MAX_WAIT_S: Final = 30.0
 MAX_POLLS: Final = 768
+MAX_POLLS_EACH: Final = 64
+"""Of one identity, as the next but one."""
 MAX_UPLOADS: Final = 64
+MAX_UPLOADS_EACH: Final = 4
 UPLOAD_GRACE_S: Final = 60.0
 MIN_UPLOAD_BYTES_PER_S: Final = 16 << 10
 """Slower uploads are cut off: a slot must not be held for nothing."""
@@ -56,19 +62,21 @@ class Traffic:
 
 
 class RelayService:
-    """Routes of one relay. Give `routes()` and `middleware` to a p2p.http.HttpServer on the same thread."""
+    """Routes of one relay. Give `routes()`, `middleware` and `door.on_answer` to a HttpServer on the same thread."""
 
-    def __init__(self, aio: AioThread, desk: RelayDesk, store: RelayStore) -> None:
+    def __init__(self, aio: AioThread, desk: RelayDesk, store: RelayStore, limits: DoorLimits = NO_LIMITS) -> None:
+        self.door = Door(desk, store, limits)
         self._desk = desk
         self._store = store
         self._bell = _Bell()
-        self._polls = _Slots(MAX_POLLS, "polls")
-        self._uploads = _Slots(MAX_UPLOADS, "uploads")
+        self._polls = _Slots(MAX_POLLS, MAX_POLLS_EACH, "polls")
+        self._uploads = _Slots(MAX_UPLOADS, MAX_UPLOADS_EACH, "uploads")
         self.traffic = Traffic()
         desk.subscribe(lambda: aio.call_soon(self._bell.ring))
 
     def routes(self) -> list[web.RouteDef]:
         return [
+            *self.door.routes(),
             web.get("/v1/info", self._info),
             web.get("/v1/manifest", self._manifest),
             web.get("/v1/head", self._head),
@@ -86,13 +94,13 @@ class RelayService:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         self.traffic.bytes_in += request.content_length or 0
-        response = await handler(request)
+        response = await self.door.admit(request, handler)
         self.traffic.bytes_out += response.content_length or 0
         return response
 
     @property
     def middleware(self) -> Callable[..., Awaitable[web.StreamResponse]]:
-        """Counts traffic."""
+        """The door, and a count of traffic."""
         return self._count
 
     # What is known of the run.
@@ -135,9 +143,12 @@ class RelayService:
 
     async def _post_submission(self, request: web.Request) -> web.Response:
         submission = open_envelope(_record_header(request), Submission)
+        peer = self.door.peer(request)
+        _require_own(submission, peer)
         receipt = await asyncio.to_thread(self._desk.admit, submission)
         if receipt is None:
-            with self._uploads.taken():
+            self.door.charge_upload(peer, submission.record.size)
+            with self._uploads.taken(peer):
                 receipt = await self._receive(request, submission)
             self._desk.feed_changed()
         return msgpack_response(receipt)
@@ -194,7 +205,7 @@ class RelayService:
         found = await look()
         if found is not None or wait_s <= 0:
             return found
-        with self._polls.taken():
+        with self._polls.taken(self.door.peer(request)):
             try:
                 async with asyncio.timeout(wait_s):
                     while found is None:
@@ -218,27 +229,40 @@ class _Bell:
 
 
 class _Slots:
-    """How many of a kind may be under way at once."""
+    """How many of a kind may be under way at once, in all and for one identity."""
 
-    def __init__(self, most: int, name: str) -> None:
+    def __init__(self, most: int, most_each: int, name: str) -> None:
         self._most = most
+        self._most_each = most_each
         self._name = name
-        self._used = 0
+        self._used: Counter[PeerId] = Counter()
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
+    def taken(self, peer: PeerId) -> Iterator[None]:
         """Hold a slot. Raises RefusedError `busy` when there is none."""
-        if self._used >= self._most:
-            raise RefusedError(
-                f"this relay has {self._most} {self._name} under way, its most",
-                code="busy",
-                hint="try again in a few seconds, or at another relay",
-            )
-        self._used += 1
+        if self._used.total() >= self._most:
+            raise self._busy(f"this relay has {self._most} {self._name} under way, its most")
+        if self._used[peer] >= self._most_each:
+            raise self._busy(f"{peer.short} has {self._most_each} {self._name} under way, the most of one node")
+        self._used[peer] += 1
         try:
             yield
         finally:
-            self._used -= 1
+            self._used[peer] -= 1
+            if not self._used[peer]:
+                del self._used[peer]
+
+    def _busy(self, message: str) -> RefusedError:
+        return RefusedError(message, code="busy", hint="try again in a few seconds, or at another relay")
+
+
+def _require_own(submission: Signed[Submission], peer: PeerId) -> None:
+    if submission.author != peer:
+        raise RefusedError(
+            f"a submission of {submission.author.short}, handed in by {peer.short}",
+            code="not-yours",
+            hint="each node hands in its own work",
+        )
 
 
 def _record_header(request: web.Request) -> bytes:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from node.atomic import sync_directory
+from node.relay.quota import DiskQuota, Usage, refuse_share
 from protocol.envelope import Signed
 from protocol.errors import ChecksumError, DataDirError, RefusedError
 from protocol.identity import PeerId
@@ -79,21 +80,22 @@ class StoreStats:
 class RelayStore:
     """Thread-safe and synchronous; each call is one short transaction. Raises DataDirError when the disk fails."""
 
-    def __init__(self, directory: Path, *, max_bytes: int) -> None:
+    def __init__(self, directory: Path, *, max_bytes: int, max_node_bytes: int = 0, max_step_bytes: int = 0) -> None:
+        """At most so many bytes of files: in all, of one contributor, of one step (0: no such limit)."""
         self._directory = directory
         self._files = directory / "submissions"
         self._incoming = directory / "incoming"
-        self._max_bytes = max_bytes
+        self._quota = DiskQuota(max_bytes, max_node_bytes, max_step_bytes)
         self._lock = threading.Lock()
         self._count_lock = threading.Lock()  # never held over a disk access, so event loops may take it
-        self._reserved = 0
+        self._stored, self._reserved = Usage(), Usage()
         with self._errors():
             for each in (self._files, self._incoming):
                 each.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(directory / "relay.sqlite", isolation_level=None, check_same_thread=False)
             self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;" + _SCHEMA)
             self._sweep()
-            self._submissions, self._verdicts, self._file_bytes, self.last_seq = self._count()
+            self._submissions, self._verdicts, self.last_seq = self._count()
 
     def close(self) -> None:
         with self._lock:
@@ -126,16 +128,16 @@ class RelayStore:
     def upload(self, submission: Signed[Submission]) -> Iterator[Upload]:
         """Room for a submission's file; leaving the block drops whatever was not kept.
 
-        Raises RefusedError `disk-full` before the first byte.
+        Raises RefusedError `disk-full`, `node-quota` or `step-quota` before the first byte.
         """
-        size = submission.record.size
-        self._reserve(size)
+        author, step, size = submission.author, submission.record.step, submission.record.size
+        self._reserve(author, step, size)
         try:
             with Upload(submission, self._incoming, self._keep) as upload:
                 yield upload
         finally:
             with self._count_lock:
-                self._reserved -= size
+                self._reserved.add(author.public_key, step, -size)
 
     def open_file(self, submission_id: bytes) -> BinaryIO:
         """A submission's file, which stays readable while it is open. Raises RefusedError `not-found`."""
@@ -154,12 +156,14 @@ class RelayStore:
     def prune(self, before_step: int) -> int:
         """Delete the files of submissions for earlier steps; their records stay. Returns how many."""
         with self._lock, self._errors():
-            query = "SELECT id, file_bytes FROM feed WHERE file_bytes > 0 AND step < ?"
+            query = "SELECT id, author, step, file_bytes FROM feed WHERE file_bytes > 0 AND step < ?"
             old = self._db.execute(query, (before_step,)).fetchall()
-            for submission_id, _ in old:
+            for submission_id, *_ in old:
                 self._path(submission_id).unlink(missing_ok=True)
             self._db.execute("UPDATE feed SET file_bytes = 0 WHERE file_bytes > 0 AND step < ?", (before_step,))
-            self._charge(file_bytes=-sum(size for _, size in old))
+            with self._count_lock:
+                for _, author, step, size in old:
+                    self._stored.add(bytes(author), step, -size)
         return len(old)
 
     # Verdicts and the feed.
@@ -178,7 +182,8 @@ class RelayStore:
         try:
             with self._lock, self._errors():
                 self.last_seq = self._db.execute(query, values).lastrowid or self.last_seq
-                self._charge(verdicts=1)
+                with self._count_lock:
+                    self._verdicts += 1
         except sqlite3.IntegrityError as error:
             if self._one("SELECT 1 FROM feed WHERE id = ?", verdict.id):
                 return
@@ -201,7 +206,7 @@ class RelayStore:
 
     def stats(self) -> StoreStats:
         with self._count_lock:
-            return StoreStats(self._submissions, self._verdicts, self._file_bytes)
+            return StoreStats(self._submissions, self._verdicts, self._stored.total)
 
     def _keep(self, upload: Upload, make_receipt: Callable[[], bytes]) -> bytes:
         """Give a whole file its name, then its row. Concurrent uploads of one submission end with one receipt."""
@@ -228,23 +233,20 @@ class RelayStore:
                 (submission.id, author, author, record.step, record.index, record.size, submission.data, receipt),
             )
             self.last_seq = inserted.lastrowid or self.last_seq
-            self._charge(submissions=1, file_bytes=record.size)
+            with self._count_lock:
+                self._submissions += 1
+                self._stored.add(author, record.step, record.size)
         return receipt
 
-    def _reserve(self, size: int) -> None:
+    def _reserve(self, author: PeerId, step: int, size: int) -> None:
         with self._errors():
             free = shutil.disk_usage(self._directory).free - FREE_DISK_BYTES
         with self._count_lock:
-            used = self._file_bytes + (self._submissions + self._verdicts) * ROW_BYTES
-            if size + ROW_BYTES > min(self._max_bytes - used, free) - self._reserved:
+            used = self._stored.total + (self._submissions + self._verdicts) * ROW_BYTES
+            if size + ROW_BYTES > min(self._quota.total - used, free) - self._reserved.total:
                 raise _disk_full(f"this relay has no room for {size} bytes")
-            self._reserved += size
-
-    def _charge(self, *, submissions: int = 0, verdicts: int = 0, file_bytes: int = 0) -> None:
-        with self._count_lock:
-            self._submissions += submissions
-            self._verdicts += verdicts
-            self._file_bytes += file_bytes
+            refuse_share(self._quota, author, step, size, self._stored, self._reserved)
+            self._reserved.add(author.public_key, step, size)
 
     def _path(self, submission_id: bytes) -> Path:
         return self._files / submission_id.hex()
@@ -261,10 +263,14 @@ class RelayStore:
             log.warning("relay store file=%s lost: its record stays", lost[:12])
             self._db.execute("UPDATE feed SET file_bytes = 0 WHERE id = ?", (bytes.fromhex(lost),))
 
-    def _count(self) -> tuple[int, int, int, int]:
-        query = "SELECT SUM(kind = 'submission'), SUM(kind = 'verdict'), SUM(file_bytes), MAX(seq) FROM feed"
-        submissions, verdicts, file_bytes, last_seq = self._db.execute(query).fetchone()
-        return submissions or 0, verdicts or 0, file_bytes or 0, last_seq or 0
+    def _count(self) -> tuple[int, int, int]:
+        """Submissions, verdicts and the last sequence; takes the files' sizes in."""
+        query = "SELECT author, step, SUM(file_bytes) FROM feed WHERE file_bytes > 0 GROUP BY author, step"
+        for author, step, size in self._db.execute(query):
+            self._stored.add(bytes(author), step, size)
+        query = "SELECT SUM(kind = 'submission'), SUM(kind = 'verdict'), MAX(seq) FROM feed"
+        submissions, verdicts, last_seq = self._db.execute(query).fetchone()
+        return submissions or 0, verdicts or 0, last_seq or 0
 
     def _one(self, query: str, *values: object) -> tuple[bytes, ...] | None:
         with self._lock, self._errors():

@@ -70,6 +70,8 @@ class TrainerParts:
     reader: RolloutReader
     board: StatusBoard
     origin_url: str
+    origin_fingerprint: bytes
+    """Of the origin's TLS certificate."""
     origin_token: Callable[[PeerId], str]
     discovery_state: Callable[[], str]
 
@@ -318,6 +320,7 @@ class TrainerRole:
             relay=relay.public_key,
             issued_at_ms=now_ms(),
             http_url=self._p.origin_url,
+            tls_fingerprint=self._p.origin_fingerprint,
             token=self._p.origin_token(relay),
         )
         return seal(notice, self._p.identity)

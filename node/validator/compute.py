@@ -39,7 +39,7 @@ from node.validator.checks import (
     decide,
     decode_rollouts,
 )
-from node.validator.measure import MeasuredRollout, Measurer
+from node.validator.measure import MeasuredRollout, Measurer, evidence
 from protocol.errors import MalformedError, ModelError
 from protocol.records import CheckResult, Manifest, Submission
 from protocol.rollouts import Rollout
@@ -109,10 +109,9 @@ class Judge:
     ) -> dict[str, Any]:
         """Judge one submission. Records are msgpack, `rollouts` is what the reader of the file gave.
 
-        Gives outcome, hard, reason, checks, mean_reward, output_tokens, engine, dtype, seconds, and as evidence for
-        the test over many submissions (node.validator.suspicion) each rollout's mean margin and mantissa mean.
-        Any rollouts whatsoever give a judgement; raises MalformedError for records that do not decode, ModelError for
-        a policy not held.
+        Gives outcome, hard, reason, checks, mean_reward, output_tokens, engine, dtype, seconds, and the evidence for
+        the test over many submissions (node.validator.suspicion). Any rollouts whatsoever give a judgement; raises
+        MalformedError for records that do not decode, ModelError for a policy not held.
         """
         started = time.monotonic()
         claim = _Claim(run_id, contributor, _decode(submission, Submission), _decode(manifest, Manifest))
@@ -205,7 +204,7 @@ def _judgement(decision: Decision, judged: _Judged, policy: _Policy, *, started:
         "engine": f"{info.name} {info.version}",
         "dtype": info.dtype,
         "seconds": time.monotonic() - started,
-        "evidence": [[rollout.mean_margin, rollout.mantissa_mean] for rollout in judged.measured],
+        "evidence": evidence(judged.measured),
     }
 
 

@@ -3,14 +3,11 @@ that still lack them."""
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from node.database import Database
 from protocol.envelope import Signed, open_envelope
-from protocol.errors import DataDirError
 from protocol.identity import PeerId
 from protocol.records import Receipt, Submission, Verdict
 
@@ -32,6 +29,8 @@ CREATE TABLE IF NOT EXISTS posted (submission BLOB NOT NULL, relay BLOB NOT NULL
 class OpenCase:
     """A submission that waits for its verdict."""
 
+    number: int
+    """Rises with every new case."""
     submission: Signed[Submission]
     receipt: Signed[Receipt]
     """The first that was seen."""
@@ -45,42 +44,35 @@ class Docket:
     """Verdicts by submission. Every change is on disk when its method returns. Raises DataDirError."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        with self._errors():
-            self._db = sqlite3.connect(path, isolation_level=None)
-            self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;" + _SCHEMA)
+        self._db = Database(path, _SCHEMA, name="the docket")
 
     def close(self) -> None:
         self._db.close()
 
     def judged(self, submission: bytes) -> bool:
-        with self._errors():
-            return self._db.execute("SELECT 1 FROM verdicts WHERE submission = ?", (submission,)).fetchone() is not None
+        return self._db.row("SELECT 1 FROM verdicts WHERE submission = ?", submission) is not None
 
     def open(self, submission: Signed[Submission], receipt: Signed[Receipt], *, seen_sequence: int) -> None:
         """Remember a submission that must be judged, whatever happens in between, and one more relay that has it.
 
         The first receipt stays, and the sequence of the newest head that was known when it came.
         """
-        with self._errors(), self._db:
-            self._db.execute("BEGIN")
-            self._db.execute(
+        with self._db.transaction():
+            self._db.change(
                 "INSERT OR IGNORE INTO cases (submission, envelope, receipt, seen_sequence) VALUES (?, ?, ?, ?)",
-                (submission.id, submission.data, receipt.data, seen_sequence),
+                *(submission.id, submission.data, receipt.data, seen_sequence),
             )
-            self._db.execute(
-                "INSERT OR IGNORE INTO sources VALUES (?, ?)", (submission.id, receipt.author.public_key)
-            )
+            self._db.change("INSERT OR IGNORE INTO sources VALUES (?, ?)", submission.id, receipt.author.public_key)
 
-    def opened(self, limit: int) -> list[OpenCase]:
-        """The oldest submissions that still wait for a verdict."""
-        query = "SELECT submission, envelope, receipt, seen_sequence FROM cases ORDER BY seq LIMIT ?"
-        with self._errors():
-            return [self._case(*row) for row in self._db.execute(query, (limit,)).fetchall()]
+    def opened(self, limit: int, *, after: int = 0) -> list[OpenCase]:
+        """The oldest submissions that still wait for a verdict, from the one behind number `after` on."""
+        query = "SELECT seq, submission, envelope, receipt, seen_sequence FROM cases WHERE seq > ? ORDER BY seq LIMIT ?"
+        return [self._case(*row) for row in self._db.rows(query, after, limit)]
 
-    def _case(self, key: bytes, envelope: bytes, receipt: bytes, seen_sequence: int) -> OpenCase:
-        relays = self._db.execute("SELECT relay FROM sources WHERE submission = ? ORDER BY rowid", (key,)).fetchall()
+    def _case(self, number: int, key: bytes, envelope: bytes, receipt: bytes, seen_sequence: int) -> OpenCase:
+        relays = self._db.rows("SELECT relay FROM sources WHERE submission = ? ORDER BY rowid", key)
         return OpenCase(
+            number,
             open_envelope(envelope, Submission),
             open_envelope(receipt, Receipt),
             seen_sequence,
@@ -90,14 +82,13 @@ class Docket:
     def add(self, verdict: Signed[Verdict]) -> None:
         """Keep a verdict and close its case; the first verdict about a submission stays."""
         record = verdict.record
-        with self._errors(), self._db:
-            self._db.execute("BEGIN")
-            self._db.execute(
+        with self._db.transaction():
+            self._db.change(
                 "INSERT OR IGNORE INTO verdicts (submission, outcome, reason, envelope) VALUES (?, ?, ?, ?)",
-                (record.submission, record.outcome, record.reason, verdict.data),
+                *(record.submission, record.outcome, record.reason, verdict.data),
             )
             for table in ("cases", "sources"):
-                self._db.execute(f"DELETE FROM {table} WHERE submission = ?", (record.submission,))
+                self._db.change(f"DELETE FROM {table} WHERE submission = ?", record.submission)
 
     def unposted(self, relay: PeerId, limit: int = 64) -> list[tuple[bytes, bytes]]:
         """Verdicts that this relay has not taken: submission id and envelope, oldest first."""
@@ -105,33 +96,19 @@ class Docket:
             "SELECT submission, envelope FROM verdicts v WHERE NOT EXISTS "
             "(SELECT 1 FROM posted p WHERE p.submission = v.submission AND p.relay = ?) ORDER BY seq LIMIT ?"
         )
-        with self._errors():
-            return [(row[0], row[1]) for row in self._db.execute(query, (relay.public_key, limit))]
+        return [(row[0], row[1]) for row in self._db.rows(query, relay.public_key, limit)]
 
     def posted(self, submission: bytes, relay: PeerId) -> None:
-        with self._errors():
-            self._db.execute("INSERT OR IGNORE INTO posted VALUES (?, ?)", (submission, relay.public_key))
+        self._db.change("INSERT OR IGNORE INTO posted VALUES (?, ?)", submission, relay.public_key)
 
     def outcomes(self) -> dict[str, int]:
         """How many verdicts of each outcome."""
-        with self._errors():
-            return dict(self._db.execute("SELECT outcome, COUNT(*) FROM verdicts GROUP BY outcome"))
+        return dict(self._db.rows("SELECT outcome, COUNT(*) FROM verdicts GROUP BY outcome"))
 
     def rejections(self) -> dict[str, int]:
         """Rejections by the name of the check that failed (what stands before the reason's colon)."""
         counted: dict[str, int] = {}
-        with self._errors():
-            for (reason,) in self._db.execute("SELECT reason FROM verdicts WHERE outcome = 'reject'"):
-                label = reason.partition(":")[0]
-                counted[label] = counted.get(label, 0) + 1
+        for (reason,) in self._db.rows("SELECT reason FROM verdicts WHERE outcome = 'reject'"):
+            label = reason.partition(":")[0]
+            counted[label] = counted.get(label, 0) + 1
         return counted
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise DataDirError(
-                f"cannot use the docket {self._path}: {error}",
-                hint="check free space and permissions (`df -h`, `ls -l`), then start the node again",
-            ) from error

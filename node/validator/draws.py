@@ -10,11 +10,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import Final
 
+from node.validator.docket import OpenCase
 from protocol.draw import beacon_of, check_rate, is_drawn, is_first_after
 from protocol.envelope import Signed
 from protocol.ledger import LedgerState
 from protocol.records import Draw, Head
-from node.validator.docket import OpenCase
 
 PATIENCE_S: Final = 30.0
 """A case whose beacon, or the ledger behind it, has not come by then is checked in full."""

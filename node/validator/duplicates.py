@@ -12,15 +12,13 @@ The index is one bounded SQLite file. Leaves out short answers, which may be equ
 from __future__ import annotations
 
 import hashlib
-import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
-from protocol.errors import DataDirError
+from node.database import Database
 from protocol.identity import PeerId
 from protocol.records import CheckResult
 
@@ -92,8 +90,9 @@ class Likeness(msgspec.Struct):
             detail = f"{self.copies} of {self.compared} long answers are copies of {self.source}"
         elif self.alike:
             detail = f"{self.alike} of {self.compared} long answers resemble {self.source}; checked in full"
-        numbers = {name: float(getattr(self, name)) for name in ("compared", "copies", "alike", "closest")}
-        outcome = "fail" if self.copies and not proved else "pass"
+        names = ("compared", "copies", "alike", "closest") if self.compared else ("compared",)
+        numbers = {name: float(getattr(self, name)) for name in names}
+        outcome: Literal["pass", "fail"] = "fail" if self.copies and not proved else "pass"
         return CheckResult(name="duplicate", outcome=outcome, detail=detail, numbers=numbers)
 
 
@@ -143,11 +142,9 @@ class AnswerIndex:
     """Long answers of recently accepted submissions. Every change is on disk on return. Raises DataDirError."""
 
     def __init__(self, path: Path, *, max_answers: int = MAX_ANSWERS) -> None:
-        self._path = path
         self._max_answers = max_answers
-        with self._errors():
-            self._db = sqlite3.connect(path, isolation_level=None)
-            self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;" + _SCHEMA)
+        hint = "remove the file: it is only a memory of recent answers, and the node starts a new one"
+        self._db = Database(path, _SCHEMA, name="the index of answers", hint=hint)
 
     def close(self) -> None:
         self._db.close()
@@ -160,14 +157,12 @@ class AnswerIndex:
             "INSERT INTO answers (prompt, answer, sketch, nats, contributor, submission, beat)"
             " VALUES (?, ?, ?, ?, ?, ?, ?)"
         )
-        with self._errors(), self._db:
-            self._db.execute("BEGIN")
-            if self._db.execute("SELECT 1 FROM answers WHERE submission = ?", (origin.submission,)).fetchone():
+        with self._db.transaction():
+            if self._db.row("SELECT 1 FROM answers WHERE submission = ?", origin.submission):
                 return
-            self._db.executemany(query, rows)
-            self._db.execute(
-                "DELETE FROM answers WHERE seq <= (SELECT MAX(seq) FROM answers) - ?", (self._max_answers,)
-            )
+            for row in rows:
+                self._db.change(query, *row)
+            self._db.change("DELETE FROM answers WHERE seq <= (SELECT MAX(seq) FROM answers) - ?", self._max_answers)
 
     def compare(self, origin: Origin, answers: Sequence[Answer]) -> Likeness:
         """Hold a submission's answers against those of others to the same prompts, and against each other."""
@@ -200,15 +195,4 @@ class AnswerIndex:
             "SELECT answer, sketch, nats, contributor, submission, beat FROM answers"
             " WHERE prompt = ? AND submission != ? ORDER BY seq DESC LIMIT ?"
         )
-        with self._errors():
-            return self._db.execute(query, (prompt, submission, _MAX_OF_PROMPT)).fetchall()
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise DataDirError(
-                f"cannot use the index of answers {self._path}: {error}",
-                hint="remove the file: it is only a memory of recent answers, and the node starts a new one",
-            ) from error
+        return self._db.rows(query, prompt, submission, _MAX_OF_PROMPT)

@@ -25,6 +25,8 @@ from protocol.toploc import ChunkResult, verify_proofs
 
 MARGIN_CLIP: Final = 0.5
 """Margins count up to this much in means: one wild token says little about all others."""
+LOGPROB_CLIP: Final = 0.5
+"""The same for the errors of log-probabilities, up and down."""
 MANTISSA_CLIP: Final = 16.0
 """Mantissa means of chunks count up to this much in a rollout's mean; a chunk without any match has 2^64."""
 _TILE_LOGITS: Final = 1 << 22
@@ -49,8 +51,11 @@ class MeasuredRollout:
     tokens: int
     margins: NDArray[np.float32]
     """float32[N]: by how much each token lost, in logits."""
-    logprob_error: float = 0.0
+    logprob_errors: NDArray[np.float64]
+    """float64[N]: recorded log-probability minus this node's own."""
     chunks: list[MeasuredChunk] = field(default_factory=list)
+    rollout: Rollout | None = None
+    """What was measured, if it is at hand."""
 
     @cached_property
     def mean_margin(self) -> float:
@@ -58,10 +63,46 @@ class MeasuredRollout:
         return float(np.minimum(self.margins, np.float32(MARGIN_CLIP)).mean(dtype=np.float64))
 
     @cached_property
+    def largest_logprob_error(self) -> float:
+        return float(np.abs(self.logprob_errors).max())
+
+    @cached_property
+    def mean_logprob_error(self) -> float:
+        """Mean of the clipped errors' sizes: noise of any kind shows here."""
+        return float(np.minimum(np.abs(self.logprob_errors), LOGPROB_CLIP).mean())
+
+    @cached_property
+    def logprob_shift(self) -> float:
+        """Mean of the clipped errors with their signs: rounding cancels out in it, a bias does not."""
+        return float(np.clip(self.logprob_errors, -LOGPROB_CLIP, LOGPROB_CLIP).mean())
+
+    @cached_property
     def mantissa_mean(self) -> float:
         """Mean over its chunks, each clipped and weighed by its rows."""
         total = sum(chunk.rows * min(chunk.result.mantissa_mean, MANTISSA_CLIP) for chunk in self.chunks)
         return total / self.tokens
+
+
+Evidence = tuple[float, float, float]
+"""Of the answers to one prompt: mean margin, mantissa mean, size of the mean error of log-probabilities."""
+
+
+def evidence(measured: Sequence[MeasuredRollout]) -> list[Evidence]:
+    """What the answers to each prompt give to the test over many submissions.
+
+    By prompt, because answers to one prompt may be alike, or begin alike, and depart alike.
+    """
+    groups: dict[int, list[MeasuredRollout]] = defaultdict(list)
+    for number, each in enumerate(measured):
+        groups[number if each.rollout is None else each.rollout.prompt_index].append(each)
+    return [
+        (
+            sum(each.mean_margin for each in group) / len(group),
+            sum(each.mantissa_mean for each in group) / len(group),
+            abs(sum(each.logprob_shift for each in group)) / len(group),
+        )
+        for group in groups.values()
+    ]
 
 
 class Measurer:
@@ -83,8 +124,7 @@ class Measurer:
         self._temperature = temperature
         self._top_k = top_k
         self._tile_rows = max(1, _TILE_LOGITS // vocab_size)
-        counts = [len(rollout.output_ids) for rollout in rollouts]
-        self._measured = [MeasuredRollout(count, np.full(count, np.inf, np.float32)) for count in counts]
+        self._measured = [_unmeasured(rollout) for rollout in rollouts]
         self._rows: list[tuple[int, slice, NDArray[np.float32]]] = []
         """Rollout, its rows, their logits: what waits to be compared."""
         self._waiting_rows = 0
@@ -129,8 +169,7 @@ class Measurer:
             stop = start + part.stop - part.start
             measured, recorded = self._measured[index], np.array(self._rollouts[index].logprobs[part])
             measured.margins[part] = lost[start:stop]
-            error = float(np.abs(logprobs[start:stop] - recorded).max())
-            measured.logprob_error = max(measured.logprob_error, error)
+            measured.logprob_errors[part] = recorded - logprobs[start:stop]
             start = stop
 
     def _keys(self, index: int, part: slice) -> NDArray[np.uint32]:
@@ -151,6 +190,11 @@ class Measurer:
             points = min(self._top_k, rows * chunks.shape[2])
             for (index, _, _), result in zip(by_rows[rows], results, strict=True):
                 self._measured[index].chunks.append(MeasuredChunk(rows, points, result))
+
+
+def _unmeasured(rollout: Rollout) -> MeasuredRollout:
+    count = len(rollout.output_ids)
+    return MeasuredRollout(count, np.full(count, np.inf, np.float32), np.full(count, np.inf), rollout=rollout)
 
 
 def _verify_chunks(chunks: NDArray[np.uint16], proofs: Sequence[bytes], top_k: int) -> list[ChunkResult]:

@@ -1,16 +1,19 @@
 """The validator role: judge every submission that a relay announces, sign what was measured, tell every relay.
 
-Fetching and waiting are here; reading hostile files and running the checks are the children's work
-(node.compute.reader, node.validator.compute). Whatever goes wrong on this side is `undecided`, which costs nobody.
+Fetching, waiting and deciding what a submission must go through are here; reading hostile files and running the checks
+are the children's work (node.compute.reader, node.validator.screening, node.validator.compute). Cases go on side by
+side, so none waits for another's policy, file or beacon. Whatever goes wrong on this side is `undecided`, which costs
+nobody.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final
 
 import msgspec
 import trio
@@ -19,53 +22,64 @@ from node.clock import now_ms
 from node.compute.process import ComputeProcess
 from node.compute.reader import RolloutReader
 from node.feeds import Feeds
+from node.ledger_follow import LedgerFollower
 from node.policies import Policies
-from node.relay_client import RelayClient
+from node.relay_client import FeedItem, RelayClient
 from node.status import StatusBoard
 from node.swarm import Swarm
+from node.validator.cases import Case, Cases
 from node.validator.docket import Docket
+from node.validator.draws import Draws
+from node.validator.duplicates import AnswerIndex, Likeness, Origin
+from node.validator.findings import Findings, NotYet, Screened, undecided, with_limits
+from node.validator.suspicion import Suspicions
 from node.version import SOFTWARE
 from protocol.envelope import Signed, open_envelope, seal
-from protocol.errors import ChecksumError, ComputeError, MalformedError, ProtocolError, RefusedError, RelayError
+from protocol.errors import ComputeError, DataDirError, MalformedError, ProtocolError, RefusedError, RelayError
 from protocol.identity import Identity
-from protocol.records import CheckResult, Submission, Verdict
+from protocol.records import Draw, Head, Receipt, Submission, Verdict
 
 log = logging.getLogger(__name__)
 
-POLICY_DEADLINE_S = 10.0
-READ_TIMEOUT_S = 60.0
-LOAD_TIMEOUT_S = 600.0
-JUDGE_TIMEOUT_S = 1800.0
-POST_RETRY_S = 2.0
-REOPEN_S = 5.0
-
-
-class Findings(msgspec.Struct):
-    """What the compute process says of a submission; becomes a verdict once signed."""
-
-    outcome: Literal["accept", "reject", "undecided"]
-    hard: bool
-    reason: str
-    checks: list[CheckResult] = []
-    mean_reward: float = 0.0
-    output_tokens: int = 0
-    engine: str = ""
-    dtype: str = ""
+POLICY_DEADLINE_S: Final = 600.0
+READ_TIMEOUT_S: Final = 60.0
+SCREEN_TIMEOUT_S: Final = 300.0
+LOAD_TIMEOUT_S: Final = 600.0
+JUDGE_TIMEOUT_S: Final = 1800.0
+POST_RETRY_S: Final = 2.0
+RETRY_S: Final = 0.5
+GIVE_UP_S: Final = 300.0
+"""A case whose file or policy could not be had for this long is closed as undecided."""
+FILES_IN_MEMORY: Final = 3
+CRASHES_FORGIVEN: Final = 1
+"""How often a case is tried again after the process that computed it failed."""
 
 
 @dataclass(frozen=True)
 class ValidatorParts:
-    """What the role is built from; node.app makes and starts them."""
+    """What the role is built from; node.assembly makes and starts them."""
 
     identity: Identity
     swarm: Swarm
     policies: Policies
     compute: ComputeProcess
+    screening: ComputeProcess
     reader: RolloutReader
     docket: Docket
+    answers: AnswerIndex
+    suspicions: Suspicions
+    ledger: LedgerFollower
     feeds: Feeds
     board: StatusBoard
     work_dir: Path
+
+
+@dataclass
+class _Totals:
+    seconds: float = 0.0
+    drawn: int = 0
+    not_drawn: int = 0
+    working_on: list[str] = field(default_factory=list)
 
 
 class ValidatorRole:
@@ -78,17 +92,27 @@ class ValidatorRole:
             "max_rollouts": self._manifest.record.rollouts_per_submission,
             "max_tokens": self._manifest.record.model.max_model_len,
         }
+        self._cases = Cases(parts.docket, time.monotonic)
+        self._draws = Draws(parts.ledger.state)
         self._loaded: set[bytes] = set()
         self._loaded_restarts = 0
+        self._desk = trio.CapacityLimiter(FILES_IN_MEMORY)
+        self._downloads: set[bytes] = set()
+        self._changed = trio.Event()
         self._new_verdict = trio.Event()
-        self._seconds = 0.0
+        self._totals = _Totals()
 
     async def run(self) -> None:
         self._p.work_dir.mkdir(parents=True, exist_ok=True)
+        self._p.swarm.on_head(self._hear)
+        if self._p.swarm.head is not None:
+            self._draws.hear(self._p.swarm.head)
         self._show()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._judge_loop)
+            nursery.start_soon(self._take_loop)
+            nursery.start_soon(self._case_loop)
             nursery.start_soon(self._post_loop)
+            nursery.start_soon(self._ledger_loop)
             await self._p.swarm.wait_finished()
             self._p.board.state("finished", "the run is finished")
             nursery.cancel_scope.cancel()
@@ -99,118 +123,270 @@ class ValidatorRole:
         with trio.move_on_after(deadline_s):
             await self._post_everywhere()
 
-    async def _judge_loop(self) -> None:
+    # What comes in.
+
+    def _hear(self, head: Signed[Head]) -> None:
+        self._draws.hear(head)
+        self._news()
+
+    def _news(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def _ledger_loop(self) -> None:
         while True:
-            self._p.board.waiting("submissions at the relays")
-            with trio.move_on_after(REOPEN_S) as idle:
-                client, item = await self._p.feeds.next()
-            if idle.cancelled_caught:
-                await self._reopen()
-                continue
-            if isinstance(item.signed.record, Submission) and not self._p.docket.judged(item.signed.id):
-                self._p.docket.open(item.signed, client.peer_id)
-                await self._consider(client, item.signed)
+            await self._p.ledger.wait_changed()
+            self._news()
+
+    async def _take_loop(self) -> None:
+        """Open a case for every submission as soon as it is seen: what was seen before its beacon can be drawn."""
+        while True:
+            client, item = await self._p.feeds.next()
+            self._take(item)
             self._p.feeds.done(client, item)
 
-    async def _reopen(self) -> None:
-        """Try again what could not be fetched: its relay may have come back."""
-        for relay, submission in self._p.docket.opened():
-            client = next((one for one in self._p.swarm.clients if one.peer_id == relay), None)
-            if client is not None:
-                await self._consider(client, submission)
+    def _take(self, item: FeedItem) -> None:
+        submission, receipt = item.signed, item.receipt
+        if receipt is None or not isinstance(submission.record, Submission) or self._p.docket.judged(submission.id):
+            return
+        self._p.docket.open(submission, receipt, seen_sequence=self._draws.newest_sequence)
+        self._cases.noticed(submission.id, receipt.author)
+        self._news()
 
-    async def _consider(self, client: RelayClient, submission: Signed[Submission]) -> None:
-        record = submission.record
-        if self._p.docket.judged(submission.id):
+    # Cases.
+
+    async def _case_loop(self) -> None:
+        async with trio.open_nursery() as nursery:
+            while True:
+                changed = self._changed
+                for case in self._cases.startable(self._draw):
+                    nursery.start_soon(self._work, case, nursery)
+                self._show_work()
+                with trio.move_on_after(min(RETRY_S, max(0.01, self._cases.next_due_s()))):
+                    await changed.wait()
+
+    def _draw(self, case: Case, waited_s: float) -> Draw | None:
+        return self._draws.draw(case.opened, waited_s=waited_s)
+
+    async def _work(self, case: Case, downloads: trio.Nursery) -> None:
+        """Bring a case as far as it goes now: to its verdict, or to the next time it is due."""
+        record = case.submission.record
+        label = f"submission {record.index} of step {record.step} by {case.submission.author.short}"
+        self._totals.working_on.append(label)
+        try:
+            findings = await self._attempt(case, downloads)
+        finally:
+            case.busy = False
+            self._totals.working_on.remove(label)
+        if findings is not None:
+            self._conclude(case, findings)
+        self._news()
+
+    async def _attempt(self, case: Case, downloads: trio.Nursery) -> Findings | None:
+        """The measured result; None when the case must be tried again later."""
+        try:
+            return await self._findings(case, downloads)
+        except NotYet as wait:
+            return self._put_off(case, wait.what, coming=wait.coming)
+        except MalformedError as error:
+            return Findings("reject", True, f"schema: {error.message}"[:1000])
+        except ComputeError as error:
+            self._loaded.clear()
+            case.crashes += 1
+            log.warning("case step=%d crashes=%d error=%r", case.submission.record.step, case.crashes, error.message)
+            if case.crashes > CRASHES_FORGIVEN:
+                return undecided(f"internal: the validator's engine failed: {error.message[:500]}")
+            return self._put_off(case, "the engine to recover")
+        except DataDirError:
+            raise
+        except Exception as error:
+            # Whatever a submission does to this program, the program goes on and the contributor is told.
+            log.exception("case step=%d failed", case.submission.record.step)
+            return undecided(f"internal: {type(error).__name__}: {str(error)[:200]}")
+
+    def _put_off(self, case: Case, waits_for: str, *, coming: bool = False) -> Findings | None:
+        if not coming and time.monotonic() - case.began > GIVE_UP_S:
+            return undecided(f"{waits_for} did not come within {GIVE_UP_S:g} s")
+        case.due = time.monotonic() + RETRY_S
+        case.relays.rotate(-1)
+        return None
+
+    async def _findings(self, case: Case, downloads: trio.Nursery) -> Findings:
+        """Raises NotYet, MalformedError when the file is at fault, ComputeError when a child is."""
+        fault = self._policy_fault(case.submission) or await self._policy_missing(case, downloads)
+        if fault is not None:
+            return fault
+        path = await self._fetch(case)
+        try:
+            async with self._desk:
+                rollouts = await self._p.reader.read(path, timeout_s=READ_TIMEOUT_S, **self._limits)
+                return await self._examine(case, rollouts)
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _policy_fault(self, submission: Signed[Submission]) -> Findings | None:
+        """What is wrong with the policy that a submission names, as far as signed records tell."""
+        record, ledger = submission.record, self._p.ledger.state
+        step, head = record.checkpoint_step, self._p.swarm.head
+        if not record.step - self._manifest.record.batch.max_staleness <= step <= record.step:
+            return Findings("reject", False, f"policy: checkpoint {step} is no policy for step {record.step}")
+        trained = ledger.trained.get(step - 1)
+        if trained is not None and trained.checkpoint != record.checkpoint:
+            return Findings("reject", False, f"policy: checkpoint {step} of this run is another one")
+        held = self._p.policies.step_of(record.checkpoint)
+        if held is not None and held != step:
+            return Findings("reject", True, f"policy: named as checkpoint {step}, but it is checkpoint {held}")
+        oldest = head.record.oldest_checkpoint_step if head else 0
+        back = "" if submission.id in ledger.submissions else ledger.policy_fault(submission.author, record)
+        if back:
+            return Findings("reject", False, f"policy: {back}")
+        if held is None and step < oldest:
+            return undecided(f"policy: checkpoint {step} is gone; step {oldest} is the oldest that is still taken")
+        return None
+
+    async def _policy_missing(self, case: Case, downloads: trio.Nursery) -> Findings | None:
+        """Nothing when the policy is here; a verdict at once when nobody has it. Raises NotYet while it is fetched."""
+        record, head = case.submission.record, self._p.swarm.head
+        if self._p.policies.path(record.checkpoint) is not None:
+            return None
+        if record.checkpoint in self._downloads or head is None or record.checkpoint == head.record.checkpoint:
+            raise NotYet(f"policy: checkpoint {record.checkpoint_step}", coming=True)
+        offered = await self._p.policies.offered(record.checkpoint)
+        if offered is False and record.checkpoint_step <= head.record.checkpoint_step:
+            return undecided(f"policy: no relay knows the checkpoint {record.checkpoint.hex()[:12]} that it names")
+        if offered:
+            self._downloads.add(record.checkpoint)
+            downloads.start_soon(self._download, record.checkpoint)
+        raise NotYet(f"policy: checkpoint {record.checkpoint_step}")
+
+    async def _download(self, checkpoint: bytes) -> None:
+        try:
+            await self._p.policies.fetch(checkpoint, deadline_s=POLICY_DEADLINE_S)
+        finally:
+            self._downloads.discard(checkpoint)
+        self._news()
+
+    async def _fetch(self, case: Case) -> Path:
+        """The file, from the first of its relays that gives it. Raises NotYet."""
+        path = self._p.work_dir / f"{case.submission.id.hex()}.parquet"
+        for relay in list(case.relays):
+            client = next((one for one in self._p.swarm.clients if one.peer_id == relay), None)
+            if client is not None and await self._fetch_from(client, case.submission, path):
+                return path
+        raise NotYet("file: the rollouts, from a relay that said it has them,")
+
+    async def _fetch_from(self, client: RelayClient, submission: Signed[Submission], path: Path) -> bool:
+        try:
+            await client.file(submission, path)
+        except RefusedError as error:
+            log.warning("file relay=%s code=%s", client.peer_id.short, error.code)
+            return False
+        except (RelayError, ProtocolError) as error:
+            log.warning("file relay=%s error=%r", client.peer_id.short, error.message)
+            self._p.swarm.failed(client.peer_id)
+            return False
+        return True
+
+    async def _examine(self, case: Case, rollouts: list[dict[str, Any]]) -> Findings:
+        """Screen a submission, and judge it if it was drawn or looks copied."""
+        draw = _due(case)
+        screened = await self._screen(case, rollouts, rewards=not draw.drawn)
+        if screened.outcome != "accept":
+            return screened.findings()
+        likeness = self._p.answers.compare(_origin(case), screened.answers)
+        if likeness.suspicious and not draw.drawn:
+            case.draw = draw = msgspec.structs.replace(draw, drawn=True, why="resembles earlier answers")
+        findings = await self._judge(case, rollouts) if draw.drawn else screened.findings()
+        findings = _weigh(findings, likeness, proved=draw.drawn and findings.outcome == "accept")
+        if findings.outcome == "accept":
+            self._p.answers.add(_origin(case), screened.answers)
+        return findings
+
+    async def _screen(self, case: Case, rollouts: Sequence[Any], *, rewards: bool) -> Screened:
+        path = self._p.policies.path(case.submission.record.checkpoint)
+        if path is None:
+            raise NotYet(f"policy: checkpoint {case.submission.record.checkpoint_step}")
+        found = await self._p.screening.call(
+            "screen",
+            timeout_s=SCREEN_TIMEOUT_S,
+            policy_dir=str(path),
+            rollouts=rollouts,
+            rewards=rewards,
+            **self._claim(case.submission),
+        )
+        return msgspec.convert(found, Screened)
+
+    async def _judge(self, case: Case, rollouts: Sequence[Any]) -> Findings:
+        await self._load(case.submission.record)
+        found = await self._p.compute.call(
+            "judge", timeout_s=JUDGE_TIMEOUT_S, rollouts=rollouts, **self._claim(case.submission)
+        )
+        findings = msgspec.convert(found, Findings)
+        self._totals.seconds += findings.seconds
+        tolerance = self._manifest.record.tolerances.get(case.submission.record.dtype)
+        if tolerance is None or not findings.evidence:
+            return findings
+        suspicion = self._p.suspicions.update(case.submission, tolerance, evidence=findings.evidence)
+        return findings if suspicion is None else findings.suspected(suspicion.reason, hard=suspicion.hard)
+
+    def _claim(self, submission: Signed[Submission]) -> dict[str, Any]:
+        return {
+            "submission": msgspec.msgpack.encode(submission.record),
+            "manifest": msgspec.msgpack.encode(self._manifest.record),
+            "run_id": self._manifest.id,
+            "contributor": submission.author.public_key,
+        }
+
+    async def _load(self, record: Submission) -> None:
+        """Have the engine hold a policy. Raises ComputeError, or NotYet when the policy was dropped meanwhile."""
+        if self._loaded_restarts != self._p.compute.restarts:
+            self._loaded.clear()
+            self._loaded_restarts = self._p.compute.restarts
+        if record.checkpoint in self._loaded:
             return
-        self._p.board.working(f"judging submission {record.index} of step {record.step} by {submission.author.short}")
-        began = time.monotonic()
-        findings = await self._findings(client, submission)
-        if findings is None:
-            return
-        self._p.docket.add(open_envelope(seal(self._verdict(submission, findings), self._p.identity), Verdict))
-        self._seconds += time.monotonic() - began
+        with self._p.policies.kept(record.checkpoint) as path:
+            if path is None:
+                raise NotYet(f"policy: checkpoint {record.checkpoint_step}")
+            answer = await self._p.compute.call(
+                "load",
+                timeout_s=LOAD_TIMEOUT_S,
+                checkpoint_dir=str(path),
+                checkpoint_id=record.checkpoint,
+                keep=self._manifest.record.batch.max_staleness + 2,
+            )
+        self._loaded = set(answer["held"])
+
+    # What goes out.
+
+    def _conclude(self, case: Case, findings: Findings) -> None:
+        verdict = self._sign(case, findings)
+        self._p.docket.add(verdict)
+        self._cases.closed(case)
+        record, draw = case.submission.record, verdict.record.draw
+        self._totals.drawn += draw.drawn
+        self._totals.not_drawn += not draw.drawn
         log.info(
-            "judged step=%d index=%d contributor=%s outcome=%s reason=%r",
-            *(record.step, record.index, submission.author.short, findings.outcome, findings.reason),
+            "judged submission=%s step=%d index=%d contributor=%s outcome=%s drawn=%s reason=%r",
+            *(case.submission.id.hex()[:12], record.step, record.index, case.submission.author.short),
+            *(findings.outcome, draw.why, findings.reason),
         )
         self._show()
         self._new_verdict.set()
         self._new_verdict = trio.Event()
 
-    async def _findings(self, client: RelayClient, submission: Signed[Submission]) -> Findings | None:
-        """The measured result; None when the file's relay is gone, so that another relay's copy is judged instead."""
-        try:
-            if not await self._load(submission.record.checkpoint):
-                return _undecided(f"no relay had checkpoint {submission.record.checkpoint_step} any more")
-            path = await self._fetch(client, submission)
-            if path is None:
-                return None
-            try:
-                rollouts = await self._p.reader.read(path, timeout_s=READ_TIMEOUT_S, **self._limits)
-            finally:
-                path.unlink(missing_ok=True)
-            return await self._judge(submission, rollouts)
-        except ChecksumError:
-            return None
-        except MalformedError as error:
-            return Findings("reject", True, f"schema: {error.message}"[:1000])
-        except ComputeError as error:
-            self._loaded.clear()
-            return _undecided(f"the validator's engine failed: {error.message[:500]}")
-
-    async def _judge(self, submission: Signed[Submission], rollouts: list[dict[str, Any]]) -> Findings:
-        found = await self._p.compute.call(
-            "judge",
-            timeout_s=JUDGE_TIMEOUT_S,
-            submission=msgspec.msgpack.encode(submission.record),
-            manifest=msgspec.msgpack.encode(self._manifest.record),
-            run_id=self._manifest.id,
-            contributor=submission.author.public_key,
-            rollouts=rollouts,
-        )
-        return msgspec.convert(found, Findings)
-
-    async def _load(self, checkpoint: bytes) -> bool:
-        if self._loaded_restarts != self._p.compute.restarts:
-            self._loaded.clear()
-            self._loaded_restarts = self._p.compute.restarts
-        if checkpoint in self._loaded:
-            return True
-        path = await self._p.policies.fetch(checkpoint, deadline_s=POLICY_DEADLINE_S)
-        if path is None:
-            return False
-        keep = self._manifest.record.batch.max_staleness + 2
-        answer = await self._p.compute.call(
-            "load", timeout_s=LOAD_TIMEOUT_S, checkpoint_dir=str(path), checkpoint_id=checkpoint, keep=keep
-        )
-        self._loaded = set(answer["held"])
-        return True
-
-    async def _fetch(self, client: RelayClient, submission: Signed[Submission]) -> Path | None:
-        path = self._p.work_dir / f"{submission.id.hex()}.parquet"
-        try:
-            await client.file(submission, path)
-        except RefusedError as error:
-            log.warning("file relay=%s code=%s", client.peer_id.short, error.code)
-            return None
-        except (RelayError, ProtocolError) as error:
-            log.warning("file relay=%s error=%r", client.peer_id.short, error.message)
-            self._p.swarm.failed(client.peer_id)
-            return None
-        return path
-
-    def _verdict(self, submission: Signed[Submission], findings: Findings) -> Verdict:
+    def _sign(self, case: Case, findings: Findings) -> Signed[Verdict]:
         head = self._p.swarm.head
-        return Verdict(
+        tolerance = self._manifest.record.tolerances.get(case.submission.record.dtype)
+        verdict = Verdict(
             run_id=self._manifest.id,
-            submission=submission.id,
-            contributor=submission.author.public_key,
-            step=submission.record.step,
+            submission=case.submission.id,
+            contributor=case.submission.author.public_key,
+            step=case.submission.record.step,
             outcome=findings.outcome,
             hard=findings.hard,
-            reason=findings.reason,
-            checks=tuple(findings.checks),
+            reason=findings.reason[:1000],
+            checks=tuple(with_limits(check, tolerance) for check in findings.checks),
+            draw=_due(case),
             mean_reward=findings.mean_reward,
             engine=findings.engine,
             dtype=findings.dtype,
@@ -218,6 +394,7 @@ class ValidatorRole:
             head_sequence=head.record.sequence if head else 0,
             issued_at_ms=now_ms(),
         )
+        return open_envelope(seal(verdict, self._p.identity), Verdict)
 
     async def _post_loop(self) -> None:
         while True:
@@ -248,8 +425,34 @@ class ValidatorRole:
         outcomes = self._p.docket.outcomes()
         self._p.board.update(accepted=outcomes.get("accept", 0), rejected=self._p.docket.rejections())
         self._p.board.details(judged=sum(outcomes.values()), undecided=outcomes.get("undecided", 0))
-        self._p.board.details(seconds=round(self._seconds, 2))
+        self._p.board.details(seconds=round(self._totals.seconds, 2))
+        self._p.board.details(drawn=self._totals.drawn, not_drawn=self._totals.not_drawn)
+
+    def _show_work(self) -> None:
+        self._p.board.update(pending=len(self._cases))
+        if self._totals.working_on:
+            self._p.board.working(f"judging {self._totals.working_on[0]}")
+        elif len(self._cases):
+            self._p.board.waiting(f"beacons, files or policies of {len(self._cases)} submissions")
+        else:
+            self._p.board.waiting("submissions at the relays")
 
 
-def _undecided(reason: str) -> Findings:
-    return Findings("undecided", False, reason)
+def _due(case: Case) -> Draw:
+    if case.draw is None:
+        raise RuntimeError("a case is worked on only once it is known how")
+    return case.draw
+
+
+def _origin(case: Case) -> Origin:
+    receipt: Receipt = case.opened.receipt.record
+    return Origin(case.submission.author, case.submission.id, receipt.head_sequence)
+
+
+def _weigh(findings: Findings, likeness: Likeness, *, proved: bool) -> Findings:
+    """Add what copies were found; they give the reason where the costly checks failed as well."""
+    check = likeness.result(proved=proved)
+    findings.checks.append(check)
+    if check.outcome == "fail" and findings.outcome == "reject":
+        findings.hard, findings.reason = True, f"duplicate: {check.detail}"
+    return findings

@@ -109,11 +109,18 @@ def _check(
         lambda: check_proof_shapes(rows, run, hidden_size=hidden_size),
     )
     for check in checks:
-        finding = check()
+        finding = _named(check())
         findings[:] = [one for one in findings if one.result.name != finding.result.name] + [finding]
         if finding.result.outcome == "fail":
             break
     return decide(findings)
+
+
+def _named(finding: Finding) -> Finding:
+    """Proofs whose shape is right are not yet right proofs, and their check's name must not say so."""
+    if (finding.result.name, finding.result.outcome) != ("toploc", "pass"):
+        return finding
+    return Finding(msgspec.structs.replace(finding.result, name="proof-shape"), finding.hard)
 
 
 def _screened(

@@ -24,6 +24,7 @@ MIN_SHARE: Final = 0.02
 FIRST_PAUSE_S: Final = 0.2
 LONGEST_PAUSE_S: Final = 10.0
 MISDEED_PAUSE_S: Final = 60.0
+BUSY_PAUSE_S: Final = 1.0
 
 
 @dataclass
@@ -40,7 +41,14 @@ class _Record:
 class Balancer:
     """Scores relays for one node; shared by its downloads. Not for several threads."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic, randomness: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        misdeed_pause_s: float = MISDEED_PAUSE_S,
+        clock: Callable[[], float] = time.monotonic,
+        randomness: random.Random | None = None,
+    ) -> None:
+        self._misdeed_pause_s = misdeed_pause_s
         self._clock = clock
         self._random = randomness or random.Random()
         self._records: dict[PeerId, _Record] = {}
@@ -60,6 +68,10 @@ class Balancer:
         least = max(raw) * MIN_SHARE or 1.0
         return [max(weight, least) for weight in raw]
 
+    def throughput(self, relay: PeerId) -> float | None:
+        """Bytes a second over one connection; None before anything came through."""
+        return self._of(relay).throughput
+
     def best_throughput(self) -> float | None:
         """Bytes a second of the fastest relay so far."""
         return max((each.throughput for each in self._records.values() if each.throughput is not None), default=None)
@@ -70,11 +82,23 @@ class Balancer:
 
     def succeeded(self, relay: PeerId, *, bytes_count: int, seconds: float) -> None:
         """A shard came through and its hash held."""
-        record = self._observe(relay, 1.0)
-        rate = bytes_count / max(seconds, 1e-3)
+        self.did_well(relay)
+        self.observed(relay, bytes_count=bytes_count, seconds=seconds)
+
+    def did_well(self, relay: PeerId) -> None:
+        """It gave what was asked for, which was too small to tell its throughput by."""
+        self._observe(relay, 1.0).failures_in_a_row = 0
+
+    def observed(self, relay: PeerId, *, bytes_count: int, seconds: float) -> None:
+        """So much came in so long, of a shard that was then given up as too slow: neither success nor failure."""
+        record = self._of(relay)
+        rate = max(bytes_count, 1) / max(seconds, 1e-3)
         old = record.throughput
         record.throughput = rate if old is None else old + SMOOTHING * (rate - old)
-        record.failures_in_a_row = 0
+
+    def busy(self, relay: PeerId, *, seconds: float = 0.0) -> None:
+        """It serves others just now and said so, perhaps for how long, which is no failure."""
+        self._of(relay).paused_until = self._clock() + max(seconds, BUSY_PAUSE_S)
 
     def failed(self, relay: PeerId) -> None:
         """No answer, a broken connection, silence: leave it alone for a moment. Says nothing about its throughput."""
@@ -87,7 +111,7 @@ class Balancer:
         """It sent bytes that are not what was signed."""
         record = self._observe(relay, 0.0)
         record.success = 0.0
-        record.paused_until = self._clock() + MISDEED_PAUSE_S
+        record.paused_until = self._clock() + self._misdeed_pause_s
 
     def _observe(self, relay: PeerId, outcome: float) -> _Record:
         record = self._of(relay)

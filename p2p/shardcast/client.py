@@ -1,87 +1,43 @@
-"""Downloading a checkpoint from several relays at once, none of which is trusted (SHARDCAST).
+"""Downloading checkpoints from several relays at once, none of which is trusted (SHARDCAST).
 
-The manifest is asked for by its id, each shard by its number, from a relay that p2p.shardcast.balance draws. Every
-shard is hashed as it arrives; a wrong one names its relay and is fetched elsewhere. What is verified survives a
-restart.
+A checkpoint is asked for by its id, or begun early by the plan that the trainer announces while it still hashes. Every
+shard is hashed as it arrives; a wrong one names its relay and is fetched elsewhere. What is verified survives a kill.
+How one download goes is p2p.shardcast.transfer's work.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Final, NamedTuple
+from collections.abc import Callable
+from typing import Final
 
 import trio
 
 from p2p.http import PROGRESS_TIMEOUT_S, HttpClient
 from p2p.shardcast.balance import Balancer
 from p2p.shardcast.partial import PartialCheckpoint
+from p2p.shardcast.patch_client import PatchClient, Savings
+from p2p.shardcast.sources import Links, OnBytes, OnMisdeed, Source, Sources, checkpoint_path
 from p2p.shardcast.store import CheckpointStore
-from protocol.checkpoint import CheckpointRules, open_checkpoint, shard_range
-from protocol.envelope import Signed
-from protocol.errors import (
-    ChecksumError,
-    DataDirError,
-    MalformedError,
-    NodeError,
-    ProtocolError,
-    RefusedError,
-    RelayError,
-)
+from p2p.shardcast.transfer import POLL_S, OnProgress, Transfer, disk_error
+from protocol.checkpoint import CheckpointRules, Layout, open_checkpoint
+from protocol.envelope import Signed, open_envelope
+from protocol.errors import MalformedError, NodeError, ProtocolError, RelayError, StaleRecordError
 from protocol.identity import PeerId
-from protocol.records import CheckpointManifest
+from protocol.records import CheckpointManifest, CheckpointPlan
 
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 6
 PATIENCE_S: Final = 60.0
 """How long a download may go without a byte from anyone before it is given up; what it has stays for the next one."""
-POLL_S: Final = 0.25
-"""Between two rounds of asking for a shard that no relay has yet."""
-SLACK: Final = 10.0
-"""A shard may take this many times as long as from the fastest relay; so a trickle cannot hold the last shard."""
-SHORTEST_SHARD_S: Final = 30.0
-LONGEST_SHARD_S: Final = 600.0
-MAX_INSTALLS: Final = 3
+NEXT_WAIT_S: Final = 20.0
+NEXT_AT_ONCE: Final = 2
+"""Relays that are asked for the next plan at the same time."""
+MIN_NEXT_S: Final = 0.5
+"""A relay that answers at once with nothing is not asked again sooner than this."""
 
-_NOT_HERE: Final = frozenset({"not-yet", "not-found", "no-manifest"})
-
-
-class Source(NamedTuple):
-    """Someone to download from: `url` is the part before `/v1`."""
-
-    peer: PeerId
-    url: str
-    headers: Mapping[str, str] = MappingProxyType({})
-
-
-Sources = Callable[[], Sequence[Source | tuple[PeerId, str]]]
-OnBytes = Callable[[PeerId, int], None]
-OnMisdeed = Callable[[PeerId, str], None]
-OnProgress = Callable[[int, int, Mapping[PeerId, int]], None]
-
-
-@dataclass
-class _Job:
-    """One download under way."""
-
-    manifest: Signed[CheckpointManifest]
-    partial: PartialCheckpoint
-    queue: deque[int]
-    alive_at: float
-    received: dict[PeerId, int] = field(default_factory=dict)
-    failure: NodeError | None = None
-
-    def url_of(self, source: Source, index: int) -> str:
-        return f"{_checkpoint_url(source, self.manifest.id)}/shards/{index}"
-
-    def length_of(self, index: int) -> int:
-        record = self.manifest.record
-        return len(shard_range(index, record.total_bytes, shard_bytes=record.shard_bytes))
+__all__ = ["CheckpointClient", "Source"]
 
 
 class CheckpointClient:
@@ -99,6 +55,7 @@ class CheckpointClient:
         relays: Sources,
         *,
         balancer: Balancer | None = None,
+        patches: PatchClient | None = None,
         connections: int = MAX_CONNECTIONS,
         progress_timeout_s: float = PROGRESS_TIMEOUT_S,
         patience_s: float = PATIENCE_S,
@@ -106,54 +63,90 @@ class CheckpointClient:
         on_misdeed: OnMisdeed | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
-        self._http = http
+        self._links = Links(http, relays, balancer or Balancer(), progress_timeout_s, on_bytes, on_misdeed)
         self._store = store
+        self._patches = patches or PatchClient(store)
         self._rules = rules
-        self._relays = relays
-        self._balancer = balancer or Balancer()
         self._connections = connections
-        self._progress_timeout_s = progress_timeout_s
         self._patience_s = patience_s
-        self._on_bytes = on_bytes
-        self._on_misdeed = on_misdeed
         self._on_progress = on_progress
         self._lock = trio.Lock()
+        self._early: tuple[Layout, trio.CancelScope] | None = None
+        self._tried = -1
+
+    @property
+    def savings(self) -> Savings:
+        """What its downloads cost so far."""
+        return self._patches.savings
 
     async def download(self, checkpoint: bytes, *, step: int | None = None) -> Signed[CheckpointManifest]:
         """Have a checkpoint complete in the store, whatever is missing of it fetched.
 
         Raises RelayError when no relay gives a byte for `patience_s`, ProtocolError when the checkpoint itself breaks
         the run's rules, DataDirError when this disk cannot take it. Cancelling keeps what is verified. Calls at the
-        same time are served one after the other.
+        same time are served one after the other; a download that its plan began becomes this one.
         """
+        manifest = self._store.manifest(checkpoint) or await self._fetch_manifest(checkpoint)
+        self._rules.check(manifest, step=step)
+        self._store.close(manifest)
+        if self._early is not None and self._early[0] != Layout.of(manifest.record):
+            self._early[1].cancel()
         async with self._lock:
-            manifest = self._store.manifest(checkpoint) or await self._fetch_manifest(checkpoint)
-            self._rules.check(manifest, step=step)
             try:
                 with self._store.begin(manifest) as partial:
                     if partial is not None:
-                        await self._complete(manifest, partial)
+                        await self._complete(partial)
             except OSError as error:
-                raise _disk_error(error) from error
-            return manifest
+                raise disk_error(error) from error
+        return manifest
 
-    async def _complete(self, manifest: Signed[CheckpointManifest], partial: PartialCheckpoint) -> None:
-        for attempt in range(MAX_INSTALLS):
-            await self._fetch_shards(manifest, partial)
+    async def follow(self, on_installed: Callable[[Signed[CheckpointManifest]], None] = lambda _: None) -> None:
+        """For ever: begin with each checkpoint when its first part is signed. What goes wrong is left to `download`."""
+        while True:
+            plan = await self._next_plan()
+            self._tried = plan.record.step
             try:
-                await self._store.install(manifest.id)
-                return
-            except MalformedError:
-                self._store.discard(manifest.id)
-                raise
-            except ChecksumError as error:
-                log.warning("checkpoint=%s install=%d error=%r", manifest.id.hex()[:12], attempt, error.message)
-        raise DataDirError(
-            f"checkpoint step {manifest.record.step} was damaged on this disk {MAX_INSTALLS} times in a row",
-            hint="check the disk and the memory of this computer",
-        )
+                on_installed(await self._download_early(plan))
+            except NodeError as error:
+                log.info("plan step=%d error=%r", plan.record.step, error.message[:300])
 
-    # ----------------------------------------------------------------------------------------------------- manifest
+    async def _download_early(self, plan: Signed[CheckpointPlan]) -> Signed[CheckpointManifest]:
+        with trio.CancelScope() as scope:
+            async with self._lock:
+                self._early = Layout.of(plan.record), scope
+                try:
+                    with self._store.begin(plan) as partial:
+                        if partial is not None:
+                            await self._complete(partial)
+                finally:
+                    self._early = None
+            if (manifest := self._store.manifest(plan.id)) is not None:
+                return manifest
+        raise RelayError(f"the announced checkpoint of step {plan.record.step} was given up for the one that was named")
+
+    async def _complete(self, partial: PartialCheckpoint) -> None:
+        with self._patches.towards(partial) as patching:
+            transfer = Transfer(
+                self._links,
+                self._store,
+                self._rules,
+                partial,
+                patching=patching,
+                connections=self._connections,
+                patience_s=self._patience_s,
+                on_progress=self._on_progress,
+            )
+            await transfer.run()
+        checkpoint = partial.draft.ids[0]
+        try:
+            await self._store.install(checkpoint)
+        except OSError as error:
+            raise disk_error(error) from error
+        except MalformedError:
+            self._store.discard(checkpoint)
+            raise
+
+    # ------------------------------------------------------------------------------------------------------ records
 
     async def _fetch_manifest(self, checkpoint: bytes) -> Signed[CheckpointManifest]:
         asked: set[PeerId] = set()
@@ -162,157 +155,77 @@ class CheckpointClient:
             while True:
                 source = await self._choose(asked)
                 try:
-                    return await self._manifest_from(source, checkpoint)
+                    path = checkpoint_path(checkpoint, "manifest")
+                    response = await self._links.get(source, path, max_bytes=CheckpointManifest.MAX_BYTES + 1024)
+                    return open_checkpoint(response.body, checkpoint)
                 except RelayError as error:
                     said = error.message
                 except ProtocolError as error:
                     said = error.message
-                    self._blame(source.peer, f"manifest of checkpoint {checkpoint.hex()[:12]}: {error.message}")
+                    self._links.blame(source.peer, f"manifest of checkpoint {checkpoint.hex()[:12]}: {error.message}")
                 await self._next_round(asked, source.peer)
         raise RelayError(f"no relay gave the manifest of checkpoint {checkpoint.hex()[:12]}; the last word was: {said}")
 
-    async def _manifest_from(self, source: Source, checkpoint: bytes) -> Signed[CheckpointManifest]:
-        try:
-            response = await self._http.get(
-                f"{_checkpoint_url(source, checkpoint)}/manifest",
-                timeout_s=4 * self._progress_timeout_s,
-                max_bytes=CheckpointManifest.MAX_BYTES + 1024,
-                headers=source.headers,
-            )
-        except RelayError as error:
-            self._note_failure(source.peer, error)
-            raise
-        self._count(source.peer, len(response.body))
-        return open_checkpoint(response.body, checkpoint)
-
-    # ------------------------------------------------------------------------------------------------------- shards
-
-    async def _fetch_shards(self, manifest: Signed[CheckpointManifest], partial: PartialCheckpoint) -> None:
-        job = _Job(manifest, partial, deque(partial.missing()), time.monotonic())
-        async with trio.open_nursery() as nursery:
-            for _ in range(min(self._connections, len(job.queue))):
-                nursery.start_soon(self._work, job, nursery.cancel_scope)
-        if job.failure is not None:
-            raise job.failure
-
-    async def _work(self, job: _Job, everyone: trio.CancelScope) -> None:
-        try:
-            while job.queue:
-                await self._fetch_shard(job, job.queue.popleft())
-        except NodeError as error:
-            job.failure = error
-            everyone.cancel()
-        except OSError as error:  # of this node's disk: the network's are RelayErrors
-            job.failure = _disk_error(error)
-            everyone.cancel()
-
-    async def _fetch_shard(self, job: _Job, index: int) -> None:
-        asked: set[PeerId] = set()
-        said = "no relay is known"
-        while (left_s := self._patience_left_s(job)) > 0:
-            source = None
-            with trio.move_on_after(left_s):
-                source = await self._choose(asked)
-            if source is None:
-                continue  # out of patience, unless another shard made progress meanwhile
-            problem = await self._shard_from(job, index, source)
-            if problem is None:
-                self._report_progress(job)
-                return
-            said = problem
-            await self._next_round(asked, source.peer)
-        step = job.manifest.record.step
-        raise RelayError(f"no relay gave shard {index} of checkpoint step {step}; the last word was: {said}")
-
-    async def _shard_from(self, job: _Job, index: int, source: Source) -> str | None:
-        """Fetch one shard from one relay; what went wrong, or None."""
-        length = job.length_of(index)
-        sink = job.partial.sink(index)
-        started = time.monotonic()
-
-        def take(piece: bytes) -> None:
-            sink.write(piece)
-            job.alive_at = time.monotonic()
-
-        try:
-            digest = await self._http.get_stream(
-                job.url_of(source, index),
-                take,
-                expected_bytes=length,
-                timeout_s=self._shard_timeout_s(length),
-                progress_timeout_s=self._progress_timeout_s,
-                headers=source.headers,
-            )
-            await trio.to_thread.run_sync(sink.commit, digest)
-        except ChecksumError as error:
-            self._blame(source.peer, error.message)
-            return error.message
-        except RelayError as error:
-            self._note_failure(source.peer, error)
-            return error.message
-        finally:
-            with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(sink.close)
-            job.received[source.peer] = job.received.get(source.peer, 0) + sink.received
-            self._count(source.peer, sink.received)
-        self._balancer.succeeded(source.peer, bytes_count=length, seconds=time.monotonic() - started)
-        return None
-
-    def _shard_timeout_s(self, length: int) -> float:
-        best = self._balancer.best_throughput()
-        if best is None:
-            return LONGEST_SHARD_S
-        return min(LONGEST_SHARD_S, max(SHORTEST_SHARD_S, SLACK * length / best))
-
-    def _patience_left_s(self, job: _Job) -> float:
-        return job.alive_at + self._patience_s - time.monotonic()
-
-    # ------------------------------------------------------------------------------------------------------- relays
-
-    async def _choose(self, asked: Collection[PeerId]) -> Source:
+    async def _choose(self, asked: set[PeerId]) -> Source:
         """The relay to ask next; waits while all are paused or none is known."""
         while True:
-            sources = {source.peer: source for source in (Source(*each) for each in self._relays())}
-            peer = self._balancer.choose(list(sources), avoid=asked)
+            sources = {source.peer: source for source in self._links.sources()}
+            peer = self._links.balancer.choose(list(sources), avoid=asked)
             if peer is not None:
                 return sources[peer]
-            pauses = [self._balancer.paused_s(each) for each in sources]
+            pauses = [self._links.balancer.paused_s(each) for each in sources]
             await trio.sleep(min([POLL_S, *pauses]) + 0.01)
 
     async def _next_round(self, asked: set[PeerId], peer: PeerId) -> None:
         """After a relay could not help: ask each of the others before it is asked again, after a moment."""
         asked.add(peer)
-        if all(Source(*each).peer in asked for each in self._relays()):
+        if all(source.peer in asked for source in self._links.sources()):
             asked.clear()
             await trio.sleep(POLL_S)
 
-    def _note_failure(self, peer: PeerId, error: RelayError) -> None:
-        if isinstance(error, RefusedError) and error.code in _NOT_HERE:
-            return
-        self._balancer.failed(peer)
-        log.info("relay=%s failed=%r", peer.short, error.message[:300])
+    async def _next_plan(self) -> Signed[CheckpointPlan]:
+        """The next checkpoint that the trainer announces; waits for it at two relays at once."""
+        found: list[Signed[CheckpointPlan]] = []
+        asked: set[PeerId] = set()
+        async with trio.open_nursery() as nursery:
 
-    def _blame(self, peer: PeerId, what: str) -> None:
-        self._balancer.misbehaved(peer)
-        log.warning("relay=%s misdeed=%r action=ask-others", peer.short, what[:300])
-        if self._on_misdeed is not None:
-            self._on_misdeed(peer, what)
+            async def ask() -> None:
+                while not found:
+                    if (plan := await self._ask_next(asked)) is not None:
+                        found.append(plan)
+                nursery.cancel_scope.cancel()
 
-    def _count(self, peer: PeerId, received: int) -> None:
-        if self._on_bytes is not None and received:
-            self._on_bytes(peer, received)
+            for _ in range(NEXT_AT_ONCE):
+                nursery.start_soon(ask)
+        return found[0]
 
-    def _report_progress(self, job: _Job) -> None:
-        if self._on_progress is not None:
-            self._on_progress(job.partial.verified_bytes, job.manifest.record.total_bytes, dict(job.received))
+    async def _ask_next(self, asked: set[PeerId]) -> Signed[CheckpointPlan] | None:
+        source = await self._choose(asked)
+        began = trio.current_time()
+        asked.add(source.peer)
+        oldest = max([self._tried, *(step for step, _ in self._store.complete())]) + 1
+        try:
+            return await self._next_from(source, oldest)
+        except RelayError as error:
+            log.debug("next relay=%s error=%r", source.peer.short, error.message)
+        except ProtocolError as error:
+            self._links.blame(source.peer, f"next checkpoint: {error.message}")
+        finally:
+            asked.discard(source.peer)
+        await trio.sleep(max(0.0, began + MIN_NEXT_S - trio.current_time()))
+        return None
 
-
-def _disk_error(error: OSError) -> DataDirError:
-    return DataDirError(
-        f"a checkpoint cannot be written to this node's data directory: {error}",
-        hint="look at the disk's free space and permissions, then start the node again; the download goes on",
-    )
-
-
-def _checkpoint_url(source: Source, checkpoint: bytes) -> str:
-    return f"{source.url.rstrip('/')}/v1/checkpoints/{checkpoint.hex()}"
+    async def _next_from(self, source: Source, oldest: int) -> Signed[CheckpointPlan] | None:
+        response = await self._links.get(
+            source,
+            f"/v1/checkpoints/next?from={oldest}&wait_s={NEXT_WAIT_S:g}",
+            max_bytes=CheckpointPlan.MAX_BYTES + 1024,
+            wait_s=NEXT_WAIT_S,
+        )
+        if response.status == 204:
+            return None
+        plan = open_envelope(response.body, CheckpointPlan)
+        self._rules.check_plan(plan)
+        if plan.record.step < oldest:
+            raise StaleRecordError(f"a plan of step {plan.record.step}, when one from {oldest} on was asked for")
+        return plan

@@ -1,23 +1,26 @@
 """Serving checkpoints over HTTP: the routes that trainer and relays share, and the trainer's door for relays.
 
 The trainer answers nobody but the relays it gave a token to; a relay answers everybody, or whom its own door lets in.
-Handlers run on the HTTP thread. Cut-through: a shard is served as soon as it is verified, long before its checkpoint
-is whole.
+Handlers run on the HTTP thread. Cut-through: a shard is served as soon as it is hashed (trainer) or verified (relay),
+long before its checkpoint is whole. A relay beyond the origin's fan-out sees signed records there, no shards.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
+import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from p2p.http import msgpack_response, send_ranges
-from p2p.shardcast.store import CheckpointStore
+from p2p.shardcast.sources import Standing, pack_bits
+from p2p.shardcast.store import CheckpointStore, Progress
 from protocol.errors import MalformedError, RefusedError
 from protocol.identity import PeerId
 
@@ -25,38 +28,160 @@ MAX_LEDGER_ENTRIES: Final = 500
 MAX_LEDGER_BYTES: Final = 4 << 20
 """Entries are left out of an answer beyond this; the caller asks again from where the answer ended."""
 
+MAX_WAIT_S: Final = 30.0
+MAX_POLLS: Final = 2048
+GATHER_S: Final = 0.005
+"""Changes that come together are told together."""
+
 _BEARER: Final = "Bearer "
+
+T = TypeVar("T")
+Admission = Callable[[web.Request, int], bool]
+"""(request, step of a checkpoint) -> whether its shards are for whoever asks."""
+
+log = logging.getLogger(__name__)
 
 LedgerReader = Callable[[int, int], Sequence[bytes]]
 """(first entry, most entries) -> envelopes; may block."""
 
 
-def checkpoint_routes(store: CheckpointStore) -> list[web.RouteDef]:
-    """`GET /v1/checkpoints/{id}/manifest` and `…/shards/{n}` for what `store` holds, in part or whole."""
+def checkpoint_routes(store: CheckpointStore, *, admits: Admission | None = None) -> list[web.RouteDef]:
+    """What `store` holds, in part or whole, under a checkpoint's id or its plan's; below `/v1/checkpoints`:
 
-    async def manifest(request: web.Request) -> web.StreamResponse:
-        checkpoint = _checkpoint_id(request)
-        held = store.manifest(checkpoint)
+    `next?from=STEP&wait_s=S` newest plan of that step or later; `{id}/manifest`; `{id}/shards/{n}`; and
+    `{id}/standing?parts=N&held=M&closed=0|1&wait_s=S`, as soon as there is more than the asker has.
+    Whom `admits` turns away sees no shards.
+    """
+    window = _Window(store, admits or (lambda _request, _step: True))
+    return [
+        web.get("/v1/checkpoints/next", window.next_plan, allow_head=False),
+        web.get("/v1/checkpoints/{checkpoint}/manifest", window.manifest, allow_head=False),
+        web.get("/v1/checkpoints/{checkpoint}/standing", window.standing, allow_head=False),
+        web.get("/v1/checkpoints/{checkpoint}/shards/{index}", window.shard, allow_head=False),
+    ]
+
+
+class _Window:
+    """Handlers over one store; polls sleep until the store changes."""
+
+    def __init__(self, store: CheckpointStore, admits: Admission) -> None:
+        self._store = store
+        self._admits = admits
+        self._polls = 0
+        self._changed: asyncio.Event | None = None
+
+    async def manifest(self, request: web.Request) -> web.StreamResponse:
+        checkpoint = checkpoint_id(request.match_info["checkpoint"])
+        held = self._store.manifest(checkpoint)
         if held is None:
-            raise RefusedError(f"checkpoint {checkpoint.hex()[:12]} is not here", code="not-found")
+            known = self._store.draft(checkpoint) is not None
+            raise RefusedError(
+                f"the manifest of {checkpoint.hex()[:12]} is not here", code="not-yet" if known else "not-found"
+            )
         return msgpack_response(held.data)
 
-    async def shard(request: web.Request) -> web.StreamResponse:
-        with store.open_shard(_checkpoint_id(request), _number(request.match_info["index"])) as ranges:
+    async def shard(self, request: web.Request) -> web.StreamResponse:
+        checkpoint, index = checkpoint_id(request.match_info["checkpoint"]), number(request.match_info["index"])
+        draft = self._store.draft(checkpoint)
+        if draft is not None and not self._admits(request, draft.layout.step):
+            raise RefusedError(
+                "this node gives its shards to others just now", code="busy", hint="fetch them from another relay"
+            )
+        with self._store.open_shard(checkpoint, index) as ranges:
             return await send_ranges(request, ranges)
 
-    return [
-        web.get("/v1/checkpoints/{checkpoint}/manifest", manifest, allow_head=False),
-        web.get("/v1/checkpoints/{checkpoint}/shards/{index}", shard, allow_head=False),
-    ]
+    async def next_plan(self, request: web.Request) -> web.StreamResponse:
+        oldest = number(request.query.get("from", "0"))
+
+        def look() -> bytes | None:
+            plan = self._store.newest_plan(oldest)
+            return plan.data if plan is not None else None
+
+        found = await self._poll(request, look)
+        return web.Response(status=204) if found is None else msgpack_response(found)
+
+    async def standing(self, request: web.Request) -> web.StreamResponse:
+        checkpoint = checkpoint_id(request.match_info["checkpoint"])
+        parts, held, closed = (number(request.query.get(name, "0")) for name in ("parts", "held", "closed"))
+        seen: Progress | None = None
+
+        def look() -> Progress | None:
+            nonlocal seen
+            seen = self._store.progress(checkpoint)
+            if seen is None:
+                return None
+            if not self._admits(request, seen.step):
+                seen = seen._replace(held=0)
+            is_news = (
+                len(seen.parts) > parts or seen.held.bit_count() > held or (seen.manifest is not None and not closed)
+            )
+            return seen if is_news else None
+
+        look()
+        if seen is None:
+            raise RefusedError(f"checkpoint {checkpoint.hex()[:12]} is not here", code="not-found")
+        progress = await self._poll(request, look) or seen
+        return msgpack_response(msgspec.msgpack.encode(_standing(progress, parts)))
+
+    async def _poll(self, request: web.Request, look: Callable[[], T | None]) -> T | None:
+        """Look until there is something or the wait that was asked for is over."""
+        wait_s = min(_seconds(request.query.get("wait_s", "0")), MAX_WAIT_S)
+        changed = self._bell()
+        found = look()
+        if found is not None or wait_s <= 0:
+            return found
+        if self._polls >= MAX_POLLS:
+            raise RefusedError(f"{MAX_POLLS} others wait here already", code="busy", hint="ask another relay")
+        self._polls += 1
+        try:
+            async with asyncio.timeout(wait_s):
+                while found is None:
+                    await changed.wait()
+                    await asyncio.sleep(GATHER_S)
+                    changed = self._bell()
+                    found = look()
+        except TimeoutError:
+            return None
+        finally:
+            self._polls -= 1
+        return found
+
+    def _bell(self) -> asyncio.Event:
+        """Take it before looking, so that a change in between is not missed."""
+        if self._changed is None:
+            self._changed = asyncio.Event()
+            loop = asyncio.get_running_loop()
+            self._store.subscribe(lambda: _call_in(loop, self._ring))
+        return self._changed
+
+    def _ring(self) -> None:
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    try:
+        loop.call_soon_threadsafe(function)
+    except RuntimeError:
+        log.debug("a checkpoint changed after the HTTP thread's end")
+
+
+def _standing(progress: Progress, known_parts: int) -> Standing:
+    return Standing(
+        shards=progress.shards,
+        parts=[part.data for part in progress.parts[known_parts:]],
+        manifest=progress.manifest.data if progress.manifest is not None else b"",
+        held=pack_bits(progress.held, progress.shards),
+    )
 
 
 def ledger_routes(read: LedgerReader) -> list[web.RouteDef]:
     """`GET /v1/ledger?from=N&limit=M`: a msgpack list of envelopes, as many as fit in one answer."""
 
     async def ledger(request: web.Request) -> web.StreamResponse:
-        first = _number(request.query.get("from", "0"))
-        limit = min(_number(request.query.get("limit", str(MAX_LEDGER_ENTRIES))), MAX_LEDGER_ENTRIES)
+        first = number(request.query.get("from", "0"))
+        limit = min(number(request.query.get("limit", str(MAX_LEDGER_ENTRIES))), MAX_LEDGER_ENTRIES)
         return msgpack_response(_that_fit(await asyncio.to_thread(read, first, limit)))
 
     return [web.get("/v1/ledger", ledger, allow_head=False)]
@@ -73,8 +198,8 @@ def _that_fit(entries: Sequence[bytes]) -> list[bytes]:
     return fitting
 
 
-def _checkpoint_id(request: web.Request) -> bytes:
-    text = request.match_info["checkpoint"]
+def checkpoint_id(text: str) -> bytes:
+    """A checkpoint's id in a URL. Raises MalformedError."""
     try:
         checkpoint = bytes.fromhex(text)
     except ValueError:
@@ -84,7 +209,18 @@ def _checkpoint_id(request: web.Request) -> bytes:
     return checkpoint
 
 
-def _number(text: str) -> int:
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 3600:
+        raise MalformedError(f"not a number of seconds from 0 to 3600: {text[:40]!r}")
+    return seconds
+
+
+def number(text: str) -> int:
+    """A number in a URL. Raises MalformedError."""
     if not (text.isascii() and text.isdigit() and len(text) <= 16):
         raise MalformedError(f"not a number: {text[:40]!r}")
     return int(text)
@@ -126,6 +262,8 @@ class OriginDoor:
         return require_token
 
 
-def origin_routes(store: CheckpointStore, read_ledger: LedgerReader) -> list[web.RouteDef]:
+def origin_routes(
+    store: CheckpointStore, read_ledger: LedgerReader, *, fan_out: Admission | None = None
+) -> list[web.RouteDef]:
     """All that the trainer serves; use with `OriginDoor.middleware`."""
-    return [*checkpoint_routes(store), *ledger_routes(read_ledger)]
+    return [*checkpoint_routes(store, admits=fan_out), *ledger_routes(read_ledger)]

@@ -1,8 +1,9 @@
-"""A checkpoint that is being downloaded: files of full size, and a bitmap of the shards that are verified and durable.
+"""A checkpoint that is being downloaded: files of full size, and a bitmap of the shards that are verified.
 
-Shards are written at their final offsets as they arrive and count only after their hash held and fsync returned, so a
-node that is killed fetches no verified shard again. Leaves out where shards come from (client) and where the directory
-goes (store). All methods block unless they say otherwise; they may be called from several threads.
+Shards are written at their final offsets as they arrive and count once their hash held. The bitmap outlives a killed
+process; what it claims is hashed again from disk before it counts, which also covers a power cut, so no shard waits for
+the disk. Leaves out where shards come from (client) and where the directory goes (store). All methods block unless
+they say otherwise; they may be called from several threads.
 """
 
 from __future__ import annotations
@@ -10,127 +11,181 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from protocol.checkpoint import Extent, extents, shard_range
-from protocol.envelope import Signed
+from p2p.shardcast.draft import Draft
+from protocol.checkpoint import Extent
 from protocol.errors import ChecksumError, MalformedError
-from protocol.records import CheckpointFile, CheckpointManifest
+from protocol.tensorfile import PREFIX_BYTES, SUFFIX, check_header, header_length
 
 BITMAP: Final = ".bitmap"
 READ_BYTES: Final = 1 << 20
+FLUSH_BYTES: Final = 256 << 20
+"""The disk is made to keep up with the network so far behind at most, so that the last sync is short."""
+
+Bytes = bytes | bytearray | memoryview
 
 
 class PartialCheckpoint:
     """One download in one directory, which must exist; resumes from what the directory holds."""
 
-    def __init__(self, directory: Path, manifest: Signed[CheckpointManifest]) -> None:
+    def __init__(self, directory: Path, draft: Draft, *, on_change: Callable[[], None] = lambda: None) -> None:
         self.directory = directory
-        self.manifest = manifest
+        self.draft = draft
+        self._on_change = on_change
         self._lock = threading.Lock()
-        self._served = bytearray(len(manifest.record.shards))
+        self._held = 0
+        """Bit i is set while shard i is verified, as the next one."""
+        self._count = 0
+        self._unflushed = 0
         intact = self._allocate()
-        self._durable = self._load_bitmap(intact)
+        self._claimed = self._load_bitmap(intact)
 
     def _allocate(self) -> bool:
         """Give every file its size; whether all had it already."""
         intact = True
-        for file in self.manifest.record.files:
-            fd = os.open(self.directory / file.name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        for name, size in self.draft.layout.files:
+            fd = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             try:
-                if os.fstat(fd).st_size != file.size:
-                    os.ftruncate(fd, file.size)
+                if os.fstat(fd).st_size != size:
+                    os.ftruncate(fd, size)
                     intact = False
             finally:
                 os.close(fd)
         return intact
 
-    def _load_bitmap(self, intact: bool) -> bytearray:
+    def _load_bitmap(self, intact: bool) -> int:
         path = self.directory / BITMAP
         stored = path.read_bytes() if path.exists() else b""
-        size = (len(self._served) + 7) // 8
-        if len(stored) != size or not intact:
-            stored = bytes(size)
-            path.write_bytes(stored)
-            sync_file(path)
-        for index in range(len(self._served)):
-            self._served[index] = stored[index // 8] >> (index % 8) & 1
-        return bytearray(stored)
+        if len(stored) == self._bitmap_bytes and intact:
+            return int.from_bytes(stored, "little") & ((1 << self.draft.layout.shards) - 1)
+        path.write_bytes(bytes(self._bitmap_bytes))
+        return 0
 
-    def _write_bitmap(self) -> None:
-        fd = os.open(self.directory / BITMAP, os.O_WRONLY)
-        try:
-            _pwrite_all(fd, memoryview(self._durable), 0)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+    @property
+    def _bitmap_bytes(self) -> int:
+        return (self.draft.layout.shards + 7) // 8
+
+    def _store_bitmap(self) -> None:
+        with (self.directory / BITMAP).open("r+b", buffering=0) as file:
+            file.write((self._held | self._claimed).to_bytes(self._bitmap_bytes, "little"))
 
     def has(self, index: int) -> bool:
         """Whether a shard is verified and may be served. Does not block."""
-        return bool(self._served[index])
+        return bool(self._held >> index & 1)
+
+    @property
+    def held(self) -> int:
+        """The verified shards as a number whose bit i stands for shard i. Does not block."""
+        return self._held
+
+    @property
+    def count(self) -> int:
+        """How many shards are verified. Does not block."""
+        return self._count
 
     def missing(self) -> list[int]:
-        """Shards still to be fetched, in order. Does not block."""
-        return [index for index, held in enumerate(self._served) if not held]
+        """Shards still to be fetched, in order; those to be verified from disk are not. Does not block."""
+        here = self._held | self._claimed
+        return [index for index in range(self.draft.layout.shards) if not here >> index & 1]
+
+    def wanted(self) -> int:
+        """The missing shards whose hash is known, as a number like `held`. Does not block."""
+        here = self._held | self._claimed
+        known = sum(1 << index for index, digest in enumerate(self.draft.hashes) if digest is not None)
+        return known & ~here
 
     @property
     def verified_bytes(self) -> int:
         """How much of the checkpoint is here and verified. Does not block."""
-        return sum(len(self._range(index)) for index, held in enumerate(self._served) if held)
+        layout = self.draft.layout
+        last = layout.shards - 1
+        short = layout.shard_bytes - layout.length(last) if self.has(last) else 0
+        return self._count * layout.shard_bytes - short
+
+    def recheck(self) -> None:
+        """Hash what an earlier process left, as far as its hashes are known; what is damaged is missing again."""
+        with self._lock:
+            known = [
+                (index, digest)
+                for index, digest in enumerate(self.draft.hashes)
+                if digest is not None and self._claimed >> index & 1
+            ]
+        for index, digest in known:
+            if self._hash_on_disk(index) == digest:
+                self._mark(index, digest)
+            else:
+                self.forget([index])
+
+    def _hash_on_disk(self, index: int) -> bytes:
+        layout = self.draft.layout
+        return hash_extents(self.directory, layout.extents(layout.range(index)))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the manifest is known and every shard is verified. Does not block."""
+        return self.draft.manifest is not None and self._count == self.draft.layout.shards
+
+    def check_tensors(self) -> None:
+        """Raise MalformedError when a tensor file's header could harm whoever opens it."""
+        for name, size in self.draft.layout.files:
+            if name.endswith(SUFFIX):
+                check_tensor_file(self.directory / name, size)
 
     def sink(self, index: int) -> ShardSink:
         """Where one shard's bytes go as they arrive."""
-        return ShardSink(self, index, self._range(index))
+        return ShardSink(self, index, self.draft.layout.range(index))
 
     def write_shard(self, index: int, data: bytes) -> None:
         """Store one whole shard; its hash is checked before anything is written. Raises ChecksumError."""
-        self._require_hash(index, hashlib.sha256(data).digest(), len(data))
+        digest = hashlib.sha256(data).digest()
+        self._require_hash(index, digest, len(data))
         sink = self.sink(index)
         try:
             sink.write(data)
-            sink.commit(hashlib.sha256(data).digest())
+            sink.commit(digest)
         finally:
             sink.close()
 
-    def verify(self) -> None:
-        """Check every file and the whole against the manifest, from disk.
+    def flush(self) -> None:
+        """Wait until all that was written is on disk."""
+        for name, _ in self.draft.layout.files:
+            sync_file(self.directory / name)
 
-        Raises ChecksumError after it has marked the damaged shards as missing, and MalformedError when the manifest
-        contradicts itself, which no download can cure.
-        """
-        record = self.manifest.record
-        whole, digests = hash_files(self.directory, record.files)
-        if whole == record.sha256 and digests == [file.sha256 for file in record.files]:
-            return
-        bad = list(bad_shards(self.directory, record))
-        if not bad:
-            raise MalformedError(f"the manifest of checkpoint step {record.step} contradicts itself: its shards hold")
-        self._forget(bad)
-        raise ChecksumError(f"shards {bad[:8]} of checkpoint step {record.step} were damaged on this node's disk")
-
-    def _range(self, index: int) -> range:
-        record = self.manifest.record
-        return shard_range(index, record.total_bytes, shard_bytes=record.shard_bytes)
-
-    def _require_hash(self, index: int, digest: bytes, length: int) -> None:
-        if length != len(self._range(index)) or digest != self.manifest.record.shards[index]:
-            step = self.manifest.record.step
-            raise ChecksumError(f"shard {index} of checkpoint step {step} has another hash than was signed")
-
-    def _mark_durable(self, index: int) -> None:
-        with self._lock:
-            self._served[index] = 1
-            self._durable[index // 8] |= 1 << (index % 8)
-            self._write_bitmap()
-
-    def _forget(self, shards: Iterable[int]) -> None:
+    def forget(self, shards: Iterable[int]) -> None:
+        """Count these as missing again: the manifest names other hashes for them, or the disk damaged them."""
         with self._lock:
             for index in shards:
-                self._served[index] = 0
-                self._durable[index // 8] &= ~(1 << (index % 8)) & 0xFF
-            self._write_bitmap()
+                bit = 1 << index
+                self._count -= bool(self._held & bit)
+                self._held &= ~bit
+                self._claimed &= ~bit
+            self._store_bitmap()
+        self._on_change()
+
+    def _require_hash(self, index: int, digest: bytes, length: int) -> None:
+        if length != self.draft.layout.length(index) or digest != self.draft.hashes[index]:
+            step = self.draft.layout.step
+            raise ChecksumError(f"shard {index} of checkpoint step {step} has another hash than was signed")
+
+    def _mark(self, index: int, digest: bytes) -> None:
+        with self._lock:
+            if self.draft.hashes[index] != digest:  # the manifest came meanwhile, and says otherwise
+                return
+            bit = 1 << index
+            self._count += not self._held & bit
+            self._held |= bit
+            self._claimed &= ~bit
+            self._store_bitmap()
+            self._unflushed += self.draft.layout.length(index)
+            due = self._unflushed >= FLUSH_BYTES
+            if due:
+                self._unflushed = 0
+        self._on_change()
+        if due:
+            self.flush()
 
 
 class ShardSink:
@@ -153,7 +208,7 @@ class ShardSink:
         """Bytes taken so far. Does not block."""
         return self._received
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: Bytes) -> None:
         """Write the next bytes. Raises MalformedError beyond the shard's end."""
         with self._lock:
             if self._closed:
@@ -162,7 +217,7 @@ class ShardSink:
             if start + len(data) > self._part.stop:
                 raise MalformedError(f"more than the {len(self._part)} bytes of shard {self._index}")
             view = memoryview(data)
-            for extent in extents(self._partial.manifest.record.files, range(start, start + len(data))):
+            for extent in self._partial.draft.layout.extents(range(start, start + len(data))):
                 _pwrite_all(self._fd(extent.file), view[: extent.length], extent.offset)
                 view = view[extent.length :]
             self._received += len(data)
@@ -173,9 +228,7 @@ class ShardSink:
             if self._closed:
                 raise ChecksumError(f"shard {self._index} was given up before it was whole")
             self._partial._require_hash(self._index, digest, self._received)
-            for fd in self._fds.values():
-                os.fsync(fd)
-            self._partial._mark_durable(self._index)
+            self._partial._mark(self._index, digest)
 
     def close(self) -> None:
         """Stop taking bytes; waits for a write in progress."""
@@ -190,38 +243,34 @@ class ShardSink:
         return self._fds[name]
 
 
-def hash_files(directory: Path, files: Sequence[CheckpointFile]) -> tuple[bytes, list[bytes]]:
-    """SHA-256 of files laid end to end, and of each."""
-    whole = hashlib.sha256()
-    digests = []
-    for file in files:
-        digest = hashlib.sha256()
-        for piece in read_extent(directory, Extent(file.name, 0, file.size)):
+def check_tensor_file(path: Path, size: int) -> None:
+    """Raise MalformedError when the header of a safetensors file is too large for its file, or hostile."""
+    try:
+        with path.open("rb") as file:
+            length = header_length(file.read(PREFIX_BYTES), size)
+            check_header(file.read(length), size - PREFIX_BYTES - length)
+    except MalformedError as error:
+        raise MalformedError(f"{path.name}: {error.message}") from error
+
+
+def hash_extents(directory: Path, parts: Iterable[Extent]) -> bytes:
+    """SHA-256 of pieces of files laid end to end."""
+    digest = hashlib.sha256()
+    for part in parts:
+        for piece in read_extent(directory, part):
             digest.update(piece)
-            whole.update(piece)
-        digests.append(digest.digest())
-    return whole.digest(), digests
+    return digest.digest()
 
 
-def bad_shards(directory: Path, record: CheckpointManifest) -> Iterator[int]:
-    """The shards whose bytes on disk do not have the hash that was signed."""
-    for index, expected in enumerate(record.shards):
-        digest = hashlib.sha256()
-        for extent in extents(record.files, shard_range(index, record.total_bytes, shard_bytes=record.shard_bytes)):
-            for piece in read_extent(directory, extent):
-                digest.update(piece)
-        if digest.digest() != expected:
-            yield index
-
-
-def read_extent(directory: Path, extent: Extent) -> Iterator[bytes]:
-    """The bytes of an extent in pieces; fewer when the file is shorter."""
+def read_extent(directory: Path, extent: Extent) -> Iterator[memoryview]:
+    """The bytes of an extent in pieces, each valid until the next; fewer when the file is shorter."""
+    buffer = memoryview(bytearray(min(READ_BYTES, extent.length)))
     with (directory / extent.file).open("rb", buffering=0) as file:
         file.seek(extent.offset)
         left = extent.length
-        while left and (piece := file.read(min(left, READ_BYTES))):
-            left -= len(piece)
-            yield piece
+        while left and (count := file.readinto(buffer[: min(left, READ_BYTES)])):
+            left -= count
+            yield buffer[:count]
 
 
 def sync_file(path: Path) -> None:

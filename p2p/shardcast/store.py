@@ -2,55 +2,78 @@
 
 A complete checkpoint is one directory with the policy's files under their names, so that an engine loads it in place;
 its shards are ranges of those files and are never stored twice. A download is written at its final offsets and becomes
-a checkpoint by one rename. Look-ups and leases are quick and safe from any thread; what hashes or syncs is async.
+a checkpoint by one rename. Hashing for publication is p2p.shardcast.publish's work. Look-ups and leases are quick and
+safe from any thread; what hashes or syncs is async.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
 import shutil
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import trio
-from msgspec.structs import replace
 
 from p2p.http import FileRange
-from p2p.shardcast.partial import BITMAP, PartialCheckpoint, read_extent, sync_file
-from protocol.checkpoint import Extent, check_names, extents, shard_count, shard_range
-from protocol.constants import MAX_SHARDS
-from protocol.envelope import Signed, open_envelope, seal
-from protocol.errors import DataDirError, MalformedError, ModelError, ProtocolError, RefusedError
+from p2p.shardcast.draft import Draft
+from p2p.shardcast.partial import BITMAP, PartialCheckpoint, sync_file
+from p2p.shardcast.publish import Publication, link_files
+from protocol.checkpoint import Layout, check_names
+from protocol.envelope import Signed, open_envelope
+from protocol.errors import DataDirError, ModelError, ProtocolError, RefusedError
 from protocol.identity import Identity
-from protocol.records import CheckpointFile, CheckpointManifest
+from protocol.records import CheckpointManifest, CheckpointPart, CheckpointPlan
 
 log = logging.getLogger(__name__)
 
 MANIFEST: Final = ".manifest"
 """File names in a checkpoint never begin with a dot, so the store's own files cannot clash with them."""
+PLAN: Final = ".plan"
 SPARE_BYTES: Final = 64 << 20
 """Left free on the disk by a download, so that the node can still write its records."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Entry:
-    """A checkpoint of this store. `partial` is None once it is complete."""
+    """A checkpoint of this store. `partial` is None for one that was published here and for one that is complete."""
 
-    manifest: Signed[CheckpointManifest]
+    draft: Draft
     directory: Path
     partial: PartialCheckpoint | None
+    complete: bool
     readers: int = 0
 
     @property
     def step(self) -> int:
-        return self.manifest.record.step
+        return self.draft.layout.step
+
+    def has(self, index: int) -> bool:
+        if self.partial is not None:
+            return self.partial.has(index)
+        return self.draft.hashes[index] is not None
+
+    def held(self) -> int:
+        """Shards that may be served, as a number whose bit i stands for shard i."""
+        if self.partial is not None:
+            return self.partial.held
+        if self.complete:
+            return (1 << self.draft.layout.shards) - 1
+        return sum(1 << index for index, digest in enumerate(self.draft.hashes) if digest is not None)
+
+
+class Progress(NamedTuple):
+    """How far a checkpoint is here: what is signed, and which shards may be had."""
+
+    step: int
+    shards: int
+    parts: Sequence[Signed[CheckpointPart]]
+    manifest: Signed[CheckpointManifest] | None
+    held: int
 
 
 class CheckpointStore:
@@ -61,6 +84,8 @@ class CheckpointStore:
         self._keep = keep
         self._lock = threading.RLock()
         self._entries: dict[bytes, _Entry] = {}
+        """By the manifest's id and by the plan's: a checkpoint that is on its way may have two names."""
+        self._listeners: list[Callable[[], None]] = []
         directory.mkdir(parents=True, exist_ok=True)
         for path in sorted(directory.iterdir()):
             self._adopt(path)
@@ -70,7 +95,11 @@ class CheckpointStore:
     def complete(self) -> list[tuple[int, bytes]]:
         """Step and id of every complete checkpoint, oldest first."""
         with self._lock:
-            return sorted((entry.step, key) for key, entry in self._entries.items() if entry.partial is None)
+            return sorted(
+                (entry.step, entry.draft.manifest.id)
+                for entry in self._each()
+                if entry.complete and entry.draft.manifest is not None
+            )
 
     def local_dir(self, checkpoint: bytes) -> Path | None:
         """Directory of a complete checkpoint with the files under their names; None when it is not here.
@@ -79,20 +108,49 @@ class CheckpointStore:
         """
         with self._lock:
             entry = self._entries.get(checkpoint)
-            return entry.directory if entry is not None and entry.partial is None else None
+            return entry.directory if entry is not None and entry.complete else None
 
     def manifest(self, checkpoint: bytes) -> Signed[CheckpointManifest] | None:
-        """The manifest of a checkpoint that is here in part or whole."""
+        """The manifest of a checkpoint that is here in part or whole; None too while it has only a plan."""
         with self._lock:
             entry = self._entries.get(checkpoint)
-            return entry.manifest if entry is not None else None
+            return entry.draft.manifest if entry is not None else None
+
+    def draft(self, checkpoint: bytes) -> Draft | None:
+        """What is signed of a checkpoint or plan that is here in part or whole; only to be read."""
+        with self._lock:
+            entry = self._entries.get(checkpoint)
+            return entry.draft if entry is not None else None
+
+    def newest_plan(self, oldest_step: int) -> Signed[CheckpointPlan] | None:
+        """The newest plan that is here, of `oldest_step` or later."""
+        with self._lock:
+            plans = [entry.draft.plan for entry in self._each() if entry.draft.plan is not None]
+            return max(
+                (plan for plan in plans if plan.record.step >= oldest_step),
+                key=lambda plan: (plan.record.step, plan.record.issued_at_ms),
+                default=None,
+            )
+
+    def progress(self, checkpoint: bytes) -> Progress | None:
+        """How far a checkpoint or plan is here; None when it is not known."""
+        with self._lock:
+            entry = self._entries.get(checkpoint)
+            if entry is None:
+                return None
+            draft = entry.draft
+            return Progress(entry.step, draft.layout.shards, tuple(draft.parts), draft.manifest, entry.held())
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """Have a function called, from any thread, whenever a standing may have changed; it must not block."""
+        self._listeners.append(listener)
 
     @contextmanager
     def lease(self, checkpoint: bytes) -> Iterator[Path]:
         """Keep a complete checkpoint from being pruned for a block's length; gives its directory. Raises ModelError."""
         with self._lock:
             entry = self._entries.get(checkpoint)
-            if entry is None or entry.partial is not None:
+            if entry is None or not entry.complete:
                 raise ModelError(f"checkpoint {checkpoint.hex()[:12]} is not on this node")
             entry.readers += 1
         with self._releasing(entry):
@@ -121,13 +179,25 @@ class CheckpointStore:
         entry = self._entries.get(checkpoint)
         if entry is None:
             raise RefusedError(f"checkpoint {checkpoint.hex()[:12]} is not here", code="not-found")
-        record = entry.manifest.record
-        if not 0 <= index < len(record.shards):
-            raise RefusedError(f"there is no shard {index}; there are {len(record.shards)}", code="not-found")
-        if entry.partial is not None and not entry.partial.has(index):
+        layout = entry.draft.layout
+        if not 0 <= index < layout.shards:
+            raise RefusedError(f"there is no shard {index}; there are {layout.shards}", code="not-found")
+        if not entry.has(index):
             raise RefusedError(f"shard {index} is still on its way to this node", code="not-yet")
-        part = shard_range(index, record.total_bytes, shard_bytes=record.shard_bytes)
-        return [(entry.directory / name, offset, length) for name, offset, length in extents(record.files, part)]
+        return [
+            (entry.directory / name, offset, length) for name, offset, length in layout.extents(layout.range(index))
+        ]
+
+    def _each(self) -> list[_Entry]:
+        return list({id(entry): entry for entry in self._entries.values()}.values())
+
+    def _enter(self, entry: _Entry) -> None:
+        for name in entry.draft.ids:
+            self._entries[name] = entry
+
+    def _changed(self) -> None:
+        for listener in self._listeners:
+            listener()
 
     # --------------------------------------------------------------------------------------------------- publishing
 
@@ -136,95 +206,146 @@ class CheckpointStore:
     ) -> Signed[CheckpointManifest]:
         """Take in a policy's directory and sign its manifest; the files are hard-linked where the file system allows.
 
-        `source` may be removed afterwards, but its files must not be changed in place. Publishing the same files for
-        the same step again gives the manifest that is already here. Raises ModelError.
+        Shards may be had, under the plan's id, from the moment they are hashed. `source` may be removed afterwards,
+        but its files must not be changed in place. Publishing the same files for the same step again gives the manifest
+        that is already here. Raises ModelError.
         """
         return await trio.to_thread.run_sync(
-            lambda: self._publish(source, identity=identity, run_id=run_id, step=step, shard_bytes=shard_bytes)
+            lambda: self._publish(source, Publication(identity, run_id, step, shard_bytes))
         )
 
-    def _publish(
-        self, source: Path, *, identity: Identity, run_id: bytes, step: int, shard_bytes: int
-    ) -> Signed[CheckpointManifest]:
-        staging = self._directory / f".incoming-{step:06d}"
+    def _publish(self, source: Path, publication: Publication) -> Signed[CheckpointManifest]:
+        staging = self._directory / f".incoming-{publication.step:06d}"
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
+        entry = None
         try:
-            names = _file_names(source)
-            for name in names:
-                _link_or_copy(source / name, staging / name)
-            files, shards, whole = _hash_for_manifest(staging, names, shard_bytes)
-            record = CheckpointManifest(
-                run_id=run_id,
-                step=step,
-                issued_at_ms=time.time_ns() // 1_000_000,
-                shard_bytes=shard_bytes,
-                files=files,
-                shards=shards,
-                sha256=whole,
-            )
-            return self._published_before(record) or self._install_published(staging, seal(record, identity))
+            plan = publication.sign_plan(staging, link_files(source, staging))
+            old = self._complete_like(Layout.of(plan.record))
+            if old is None:
+                entry = self._announce(plan, staging)
+            manifest = publication.sign_manifest(staging, plan, lambda part: self._learn(entry, part))
+            if old is not None and publication.is_same(old, manifest):
+                return old
+            return self._settle_published(staging, entry or _Entry(Draft(manifest), staging, None, False), manifest)
         finally:
+            if entry is not None and not entry.complete:
+                self._drop(entry)
             shutil.rmtree(staging, ignore_errors=True)
 
-    def _published_before(self, record: CheckpointManifest) -> Signed[CheckpointManifest] | None:
+    def _complete_like(self, layout: Layout) -> Signed[CheckpointManifest] | None:
         with self._lock:
-            for entry in self._entries.values():
-                old = entry.manifest.record
-                if entry.partial is None and replace(old, issued_at_ms=0) == replace(record, issued_at_ms=0):
-                    return entry.manifest
-        return None
+            return next(
+                (entry.draft.manifest for entry in self._each() if entry.complete and entry.draft.layout == layout),
+                None,
+            )
 
-    def _install_published(self, staging: Path, envelope: bytes) -> Signed[CheckpointManifest]:
-        signed = open_envelope(envelope, CheckpointManifest)
-        (staging / MANIFEST).write_bytes(envelope)
-        self._settle(staging, signed)
+    def _announce(self, plan: Signed[CheckpointPlan], staging: Path) -> _Entry:
+        entry = _Entry(Draft(plan), staging, None, False)
+        with self._lock:
+            self._enter(entry)
+        self._changed()
+        return entry
+
+    def _learn(self, entry: _Entry | None, part: Signed[CheckpointPart]) -> None:
+        if entry is not None:
+            with self._lock:
+                entry.draft.add_part(part)
+            self._changed()
+
+    def _settle_published(
+        self, staging: Path, entry: _Entry, manifest: Signed[CheckpointManifest]
+    ) -> Signed[CheckpointManifest]:
+        self._settle(staging, manifest, entry)
         log.info(
             "published step=%d id=%s bytes=%d shards=%d",
-            signed.record.step,
-            signed.id.hex()[:12],
-            signed.record.total_bytes,
-            len(signed.record.shards),
+            *(manifest.record.step, manifest.id.hex()[:12]),
+            *(manifest.record.total_bytes, len(manifest.record.shards)),
         )
-        return signed
+        return manifest
+
+    def _drop(self, entry: _Entry) -> None:
+        with self._lock:
+            for name in entry.draft.ids:
+                self._entries.pop(name, None)
 
     # -------------------------------------------------------------------------------------------------- downloading
 
     @contextmanager
-    def begin(self, manifest: Signed[CheckpointManifest]) -> Iterator[PartialCheckpoint | None]:
+    def begin(self, signed: Signed[CheckpointManifest] | Signed[CheckpointPlan]) -> Iterator[PartialCheckpoint | None]:
         """Open a download for the length of a block, or go on with one; None when the checkpoint is complete already.
 
-        The manifest must have passed CheckpointRules. Blocks for a moment. Raises DataDirError when the disk is too
-        small, before anything is allocated.
+        The record must have passed CheckpointRules. A manifest closes a download that its plan began. Blocks for a
+        moment. Raises DataDirError when the disk is too small, before anything is allocated.
         """
         with self._lock:
-            entry = self._entries.get(manifest.id) or self._begin(manifest)
+            entry = self._entries.get(signed.id) or self._joined_by(signed) or self._begin(signed)
             entry.readers += 1
         with self._releasing(entry):
             yield entry.partial
 
-    def _begin(self, manifest: Signed[CheckpointManifest]) -> _Entry:
-        directory = self._directory / f"partial-{manifest.id.hex()}"
-        self._require_space(manifest.record, directory)
+    def learn(self, plan: bytes, part: Signed[CheckpointPart]) -> range:
+        """Take the next part of a plan whose download was begun; gives its shards. Raises MalformedError."""
+        with self._lock:
+            entry = self._entries.get(plan)
+            if entry is None:
+                raise ModelError(f"no download of plan {plan.hex()[:12]} was begun")
+            news = entry.draft.add_part(part)
+        self._changed()
+        return news
+
+    def close(self, manifest: Signed[CheckpointManifest]) -> bool:
+        """Let a manifest close the download that its plan began, if there is one; whether there was."""
+        with self._lock:
+            return manifest.id not in self._entries and self._joined_by(manifest) is not None
+
+    def _joined_by(self, signed: Signed[CheckpointManifest] | Signed[CheckpointPlan]) -> _Entry | None:
+        """The download that a plan or manifest belongs to although it began with the other one."""
+        layout = Layout.of(signed.record)
+        for entry in self._each():
+            if entry.partial is None or entry.draft.layout != layout:
+                continue
+            if isinstance(signed.record, CheckpointPlan):
+                if entry.draft.plan is not None:
+                    continue
+                entry.draft.plan = Signed(signed.record, signed.author, signed.id, signed.data)
+            elif entry.draft.manifest is None:
+                (entry.directory / MANIFEST).write_bytes(signed.data)
+                changed = entry.draft.close(Signed(signed.record, signed.author, signed.id, signed.data))
+                entry.partial.forget(changed)
+            else:
+                continue
+            self._enter(entry)
+            self._changed()
+            return entry
+        return None
+
+    def _begin(self, signed: Signed[CheckpointManifest] | Signed[CheckpointPlan]) -> _Entry:
+        directory = self._directory / f"partial-{signed.id.hex()}"
+        self._require_space(Layout.of(signed.record), directory)
         directory.mkdir(exist_ok=True)
-        (directory / MANIFEST).write_bytes(manifest.data)
-        entry = _Entry(manifest, directory, PartialCheckpoint(directory, manifest))
-        self._entries[manifest.id] = entry
+        name = MANIFEST if isinstance(signed.record, CheckpointManifest) else PLAN
+        (directory / name).write_bytes(signed.data)
+        draft = Draft(signed)
+        entry = _Entry(draft, directory, PartialCheckpoint(directory, draft, on_change=self._changed), False)
+        self._enter(entry)
+        self._changed()
         return entry
 
-    def _require_space(self, record: CheckpointManifest, directory: Path) -> None:
+    def _require_space(self, layout: Layout, directory: Path) -> None:
         held = sum(path.stat().st_blocks * 512 for path in directory.iterdir()) if directory.is_dir() else 0
         free = shutil.disk_usage(self._directory).free
-        if record.total_bytes - held + SPARE_BYTES > free:
+        if layout.total_bytes - held + SPARE_BYTES > free:
             raise DataDirError(
-                f"checkpoint step {record.step} needs {record.total_bytes} bytes; {free} are free in {self._directory}",
+                f"checkpoint step {layout.step} needs {layout.total_bytes} bytes; {free} are free in {self._directory}",
                 hint="free some disk space, or move --data-dir to a larger disk; the download goes on where it stopped",
             )
 
     async def install(self, checkpoint: bytes) -> Path:
-        """Verify a finished download from disk and make it a checkpoint; gives its directory.
+        """Make a download whose every shard is verified a checkpoint; gives its directory.
 
-        Raises ChecksumError (damaged shards are missing again) or MalformedError (the download is thrown away).
+        Nothing is hashed again: each shard was when it arrived, or after a restart. Raises MalformedError when a tensor
+        file could harm whoever opens it; ModelError when the download is not finished.
         """
         return await trio.to_thread.run_sync(self._install, checkpoint)
 
@@ -234,20 +355,22 @@ class CheckpointStore:
             if entry is None:
                 raise ModelError(f"no download of checkpoint {checkpoint.hex()[:12]} was begun")
             download = entry.partial
+            manifest = entry.draft.manifest
             entry.readers += 1
         with self._releasing(entry):
             if download is None:
                 return entry.directory
-            if download.missing():
-                raise ModelError(f"checkpoint {checkpoint.hex()[:12]} lacks {len(download.missing())} shards")
-            download.verify()
-            return self._settle(entry.directory, entry.manifest)
+            if manifest is None or not download.is_whole:
+                missing = entry.draft.layout.shards - download.count
+                raise ModelError(f"checkpoint {checkpoint.hex()[:12]} lacks {missing} shards or its manifest")
+            download.check_tensors()
+            return self._settle(entry.directory, manifest, entry)
 
     def discard(self, checkpoint: bytes) -> None:
         """Throw a download away, for a manifest that proved to be unusable."""
         with self._lock:
             entry = self._entries.get(checkpoint)
-            grave = self._bury(checkpoint) if entry is not None and entry.partial is not None else None
+            grave = self._bury(entry) if entry is not None and entry.partial is not None else None
         if grave is not None:
             shutil.rmtree(grave, ignore_errors=True)
 
@@ -260,38 +383,44 @@ class CheckpointStore:
         """
         with self._lock:
             complete = self.complete()
-            kept = {key for _, key in complete[-self._keep :]}
+            kept = {key for _, key in complete[-self._keep :]} | {spare}
             newest = complete[-1][0] if complete else -1
-            doomed = sorted(
-                (entry.step, key)
-                for key, entry in self._entries.items()
-                if entry.readers == 0 and key not in kept and key != spare and entry.step <= newest
-            )
-            graves = [self._bury(key) for _, key in doomed]
+            doomed = [
+                entry
+                for entry in sorted(self._each(), key=lambda entry: entry.step)
+                if entry.readers == 0 and not kept.intersection(entry.draft.ids) and entry.step <= newest
+                if entry.complete or entry.partial is not None
+            ]
+            graves = [self._bury(entry) for entry in doomed]
         for grave in graves:
             shutil.rmtree(grave, ignore_errors=True)
-        return [step for step, _ in doomed]
+        return [entry.step for entry in doomed]
 
-    def _bury(self, checkpoint: bytes) -> Path:
+    def _bury(self, entry: _Entry) -> Path:
         """Take a checkpoint out in one step, so that a kill leaves no half of it under a good name."""
-        entry = self._entries.pop(checkpoint)
-        grave = self._directory / f".removed-{checkpoint.hex()}"
+        self._drop(entry)
+        grave = self._directory / f".removed-{entry.directory.name}"
         entry.directory.rename(grave)
-        log.info("removed step=%d id=%s", entry.step, checkpoint.hex()[:12])
+        log.info("removed step=%d id=%s", entry.step, entry.draft.ids[0].hex()[:12])
         return grave
 
-    def _settle(self, directory: Path, manifest: Signed[CheckpointManifest]) -> Path:
-        """Sync a directory's files and give it its final name."""
+    def _settle(self, directory: Path, manifest: Signed[CheckpointManifest], entry: _Entry) -> Path:
+        """Sync a directory's files and give it its final name; only then is the checkpoint complete."""
+        (directory / MANIFEST).write_bytes(manifest.data)
         for name in [MANIFEST, *(file.name for file in manifest.record.files)]:
             sync_file(directory / name)
-        (directory / BITMAP).unlink(missing_ok=True)
+        for name in (BITMAP, PLAN):
+            (directory / name).unlink(missing_ok=True)
         sync_file(directory)
         target = self._directory / f"step-{manifest.record.step:06d}-{manifest.id.hex()[:8]}"
         with self._lock:
             directory.rename(target)
             sync_file(self._directory)
-            entry = self._entries.setdefault(manifest.id, _Entry(manifest, target, None))
-            entry.directory, entry.partial = target, None
+            if entry.draft.manifest is None:
+                entry.draft.close(manifest)
+            entry.directory, entry.partial, entry.complete = target, None, True
+            self._enter(entry)
+        self._changed()
         self.prune(spare=manifest.id)
         return target
 
@@ -302,90 +431,30 @@ class CheckpointStore:
         if not path.name.startswith(("step-", "partial-")):
             return
         try:
-            manifest = open_envelope((path / MANIFEST).read_bytes(), CheckpointManifest)
-            check_names([file.name for file in manifest.record.files])
-            download = PartialCheckpoint(path, manifest) if path.name.startswith("partial-") else None
-            if download is None:
-                _require_sizes(path, manifest.record)
+            entry = self._reopened(path)
         except (OSError, ProtocolError, ModelError) as error:
             log.warning("checkpoint=%s usable=no error=%r action=removed", path.name, str(error)[:300])
             shutil.rmtree(path, ignore_errors=True)
             return
-        self._entries[manifest.id] = _Entry(manifest, path, download)
+        self._enter(entry)
+
+    def _reopened(self, path: Path) -> _Entry:
+        partial = path.name.startswith("partial-")
+        if partial and not (path / MANIFEST).exists():
+            draft = Draft(open_envelope((path / PLAN).read_bytes(), CheckpointPlan))
+        else:
+            draft = Draft(open_envelope((path / MANIFEST).read_bytes(), CheckpointManifest))
+            if (path / PLAN).exists():
+                draft.plan = open_envelope((path / PLAN).read_bytes(), CheckpointPlan)
+        check_names([file.name for file in draft.layout.files])
+        if partial:
+            return _Entry(draft, path, PartialCheckpoint(path, draft, on_change=self._changed), False)
+        _require_sizes(path, draft.layout)
+        return _Entry(draft, path, None, True)
 
 
-def _require_sizes(directory: Path, record: CheckpointManifest) -> None:
-    for file in record.files:
-        size = (directory / file.name).stat().st_size
-        if size != file.size:
-            raise ModelError(f"{file.name} has {size} bytes instead of {file.size}")
-
-
-def _file_names(source: Path) -> list[str]:
-    """The files of a policy in the order in which they are sharded. Raises ModelError."""
-    names = sorted(path.name for path in source.iterdir() if path.is_file() and not path.name.startswith("."))
-    if not any((source / name).stat().st_size for name in names):
-        raise ModelError(f"{source} holds no policy: no file with anything in it")
-    try:
-        check_names(names)
-    except MalformedError as error:
-        raise ModelError(f"{source} cannot be published: {error.message}", hint="rename or remove that file") from error
-    return names
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without hard links
-        shutil.copyfile(source, target)
-
-
-def _hash_for_manifest(
-    directory: Path, names: Sequence[str], shard_bytes: int
-) -> tuple[tuple[CheckpointFile, ...], tuple[bytes, ...], bytes]:
-    """Read a policy once; gives its files, shard hashes and the whole's hash. Raises ModelError."""
-    shards = _ShardHashes(shard_bytes)
-    whole = hashlib.sha256()
-    files = []
-    for name in names:
-        size = (directory / name).stat().st_size
-        digest = hashlib.sha256()
-        for piece in read_extent(directory, Extent(name, 0, size)):
-            digest.update(piece)
-            whole.update(piece)
-            shards.update(piece)
-        files.append(CheckpointFile(name=name, size=size, sha256=digest.digest()))
-    total = sum(file.size for file in files)
-    if shard_count(total, shard_bytes) > MAX_SHARDS:
-        raise ModelError(f"{total} bytes make more than {MAX_SHARDS} shards of {shard_bytes} bytes")
-    return tuple(files), shards.finish(), whole.digest()
-
-
-class _ShardHashes:
-    """Cuts a byte stream into shards and hashes each."""
-
-    def __init__(self, shard_bytes: int) -> None:
-        self._shard_bytes = shard_bytes
-        self._digests: list[bytes] = []
-        self._digest = hashlib.sha256()
-        self._filled = 0
-
-    def update(self, piece: bytes) -> None:
-        view = memoryview(piece)
-        while view:
-            taken = view[: self._shard_bytes - self._filled]
-            self._digest.update(taken)
-            self._filled += len(taken)
-            view = view[len(taken) :]
-            if self._filled == self._shard_bytes:
-                self._end_shard()
-
-    def _end_shard(self) -> None:
-        self._digests.append(self._digest.digest())
-        self._digest = hashlib.sha256()
-        self._filled = 0
-
-    def finish(self) -> tuple[bytes, ...]:
-        if self._filled:
-            self._end_shard()
-        return tuple(self._digests)
+def _require_sizes(directory: Path, layout: Layout) -> None:
+    for name, size in layout.files:
+        found = (directory / name).stat().st_size
+        if found != size:
+            raise ModelError(f"{name} has {found} bytes instead of {size}")

@@ -39,8 +39,11 @@ FLOAT32 = Tolerance(
     max_margin=1e-3,
     max_mean_margin=1e-4,
     max_logprob_error=1e-3,
+    max_mean_logprob_error=1e-4,
+    max_logprob_shift=1e-5,
     honest_margin=1e-5,
     honest_mantissa=0.01,
+    honest_logprob_shift=1e-5,
 )
 BFLOAT16 = Tolerance(
     max_exponent_mismatches=3,
@@ -50,8 +53,11 @@ BFLOAT16 = Tolerance(
     max_margin=0.5,
     max_mean_margin=0.005,
     max_logprob_error=0.5,
+    max_mean_logprob_error=0.02,
+    max_logprob_shift=0.005,
     honest_margin=1e-3,
     honest_mantissa=0.9,
+    honest_logprob_shift=0.003,
 )
 
 

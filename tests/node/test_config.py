@@ -138,3 +138,15 @@ def test_a_secret_does_not_show():
 def test_the_data_directory_of_small_commands(tmp_path):
     assert default_data_dir({"INTELLECT_DATA_DIR": str(tmp_path)}) == tmp_path
     assert default_data_dir({}) == Path.home() / ".intellect-node"
+
+
+@pytest.mark.parametrize("text", ["@peers.txt", "/dnsaddr/swarm.example"])
+def test_bootstrap_may_be_a_name_or_a_file(text):
+    given = {"role": "relay", "run": RUN, "bootstrap": [text]}
+    assert resolve(given, environ={}).config.bootstrap == (text,)
+
+
+@pytest.mark.parametrize("text", ["nonsense", "/ip4/0.0.0.0/tcp/8471", "/ip4/203.0.113.7/tcp/0", "/ip6/::/tcp/8471"])
+def test_announced_address_must_lead_somewhere(text):
+    with pytest.raises(ConfigError, match="nobody can dial"):
+        resolve({"role": "relay", "run": RUN, "announce": [text]}, environ={})

@@ -8,6 +8,7 @@ import pytest
 from factories import VALIDATOR, make_submission, make_verdict, sealed
 
 from node.inference.outbox import Outbox
+from node.verdict_show import find_verdicts
 from protocol.envelope import Signed
 from protocol.errors import DataDirError
 from protocol.identity import Identity
@@ -74,6 +75,17 @@ def test_files_of_settled_old_steps_are_deleted(tmp_path: Path, outbox: Outbox) 
     outbox.discard_files(1)
     assert not (tmp_path / "0").exists()
     assert (tmp_path / "1").exists()
+
+
+def test_every_validators_verdict_is_kept_for_its_submission_alone(tmp_path: Path, outbox: Outbox) -> None:
+    submission = make_submission(ALICE, RUN)
+    outbox.add(submission, tmp_path / "0")
+    kept = [make_verdict(submission, by=Identity.from_phrase(name)) for name in ("v1", "v2")]
+    for verdict in (*kept, make_verdict(make_submission(Identity.from_phrase("bob"), RUN))):
+        outbox.judged(verdict)
+    found = [one.verdict.data for one in find_verdicts(submission.id.hex(), tmp_path)]
+    assert found == [verdict.data for verdict in kept]
+    assert find_verdicts("last", tmp_path)[0].verdict.record.submission == submission.id
 
 
 def test_verdict_about_anothers_submission_is_no_news(outbox: Outbox) -> None:

@@ -71,7 +71,7 @@ def answering(body: bytes, *, status: int = 200) -> list[web.RouteDef]:
 
 async def ask_liar(border: tuple[AioThread, HttpClient], body: bytes, ask: Ask, tmp_path: Path) -> Watcher:
     watcher = Watcher()
-    async with serving_routes(border[0], answering(body)) as url:
+    async with serving_routes(border[0], answering(body), tls=False) as url:
         client = RelayClient(border[1], url, peer_id=CAROL.peer_id, run=RUN, observer=watcher)
         client.trust(MANIFEST)
         with trio.fail_after(10), pytest.raises(ProtocolError) as caught:
@@ -176,7 +176,7 @@ def test_any_answer_gives_a_value_or_a_named_error(body: bytes) -> None:
     """Fuzzing the decoders with whatever a relay may send."""
 
     async def main() -> None:
-        async with loopback() as border, serving_routes(border[0], answering(body)) as url:
+        async with loopback() as border, serving_routes(border[0], answering(body), tls=False) as url:
             client = RelayClient(border[1], url, peer_id=CAROL.peer_id, run=RUN)
             client.trust(MANIFEST)
             for ask in (client.info, client.head, client.manifest, lambda: client.feed(0), lambda: client.ledger(0)):
@@ -188,7 +188,7 @@ def test_any_answer_gives_a_value_or_a_named_error(body: bytes) -> None:
 
 async def test_silence_is_a_failure_not_a_misdeed(border: tuple[AioThread, HttpClient]) -> None:
     watcher = Watcher()
-    async with serving_routes(border[0], answering(b"")) as url:
+    async with serving_routes(border[0], answering(b""), tls=False) as url:
         pass
     client = RelayClient(border[1], url, peer_id=CAROL.peer_id, run=RUN, observer=watcher)
     with trio.fail_after(10), pytest.raises(RelayError):

@@ -9,7 +9,19 @@ from typing import Any
 import pytest
 import trio
 from factories import OPERATOR, make_verdict
-from relay_world import CAROL, MANIFEST, RUN, loopback, make_head, make_notice, serving_routes, submission_of
+from relay_world import (
+    CAROL,
+    MANIFEST,
+    RUN,
+    certificate,
+    contact,
+    contacts,
+    loopback,
+    make_head,
+    make_notice,
+    serving_routes,
+    submission_of,
+)
 
 from node.relay.desk import RelayDesk
 from node.relay.role import RelayParts, RelayRole, public_url
@@ -19,6 +31,7 @@ from node.status import StatusBoard
 from p2p.bridge import AioThread
 from p2p.http import BoundAddress, HttpClient
 from p2p.shardcast.origin import OriginDoor, origin_routes
+from p2p.shardcast.patches import PatchStore
 from p2p.shardcast.store import CheckpointStore
 from protocol.envelope import Signed, open_envelope
 from protocol.errors import ConfigError
@@ -87,8 +100,11 @@ def make_parts(border: Border, directory: Path, discovery: Any, **options: Any) 
         discovery=discovery,
         store=store,
         desk=RelayDesk(RUN, CAROL, store=store, ledger_path=directory / "ledger"),
-        checkpoints=CheckpointStore(directory / "checkpoints"),
+        checkpoints=(checkpoints := CheckpointStore(directory / "checkpoints")),
+        patches=PatchStore(checkpoints, directory / "patches"),
         board=StatusBoard(role="relay", peer_id=CAROL.peer_id, run=str(RUN)),
+        contacts=contacts(CAROL),
+        certificate=certificate(),
         http_host="127.0.0.1",
         http_port=0,
         **{"finish_grace_s": 0.0, **options},
@@ -101,7 +117,7 @@ def close(parts: RelayParts) -> None:
 
 
 def client_of(border: Border, url: str) -> RelayClient:
-    client = RelayClient(border[1], url, peer_id=CAROL.peer_id, run=RUN)
+    client = RelayClient(border[1], url, peer_id=CAROL.peer_id, run=RUN, contact=contact(url))
     client.trust(MANIFEST)
     return client
 
@@ -188,13 +204,13 @@ async def test_manifest_comes_from_the_dht_before_the_trainer_comes(border: Bord
 @pytest.mark.parametrize(
     ("host", "multiaddrs", "url"),
     [
-        ("127.0.0.1", [], "http://127.0.0.1:80"),
-        ("0.0.0.0", ["/ip4/0.0.0.0/tcp/1", "/ip4/192.0.2.7/tcp/1/p2p/x"], "http://192.0.2.7:80"),
-        ("::", ["/ip6/2001:db8::1/tcp/1"], "http://[2001:db8::1]:80"),
+        ("127.0.0.1", [], "https://127.0.0.1:80"),
+        ("0.0.0.0", ["/ip4/0.0.0.0/tcp/1", "/ip4/192.0.2.7/tcp/1/p2p/x"], "https://192.0.2.7:80"),
+        ("::", ["/ip6/2001:db8::1/tcp/1"], "https://[2001:db8::1]:80"),
     ],
 )
 def test_advertised_url(host: str, multiaddrs: list[str], url: str) -> None:
-    assert public_url(BoundAddress(host, 80), multiaddrs) == url
+    assert public_url(BoundAddress(host, 80, "https"), multiaddrs) == url
 
 
 def test_unknown_public_address_is_named() -> None:

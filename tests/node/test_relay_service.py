@@ -159,7 +159,7 @@ async def test_too_large_is_refused_before_the_body(
         file.truncate(64 << 20)
     headers = {RECORD_HEADER: base64.b64encode(submission_of(alice, CONTENT).data).decode()}
     with trio.fail_after(10), pytest.raises(RefusedError) as caught:
-        await border[1].post_file(f"{relay.url}/v1/submissions", big, headers=headers)
+        await border[1].post_file(f"{relay.url}/v1/submissions", big, headers=headers, contact=relay.contact())
     assert caught.value.code == "too-large"
     assert relay.store.stats().file_bytes == 0
 
@@ -175,8 +175,9 @@ async def test_full_disk_is_refused_by_name(
 
 
 async def test_evicted_contributor_is_told_why(
-    relay: Relay, client: RelayClient, tmp_path: Path, alice: Identity, bob: Identity
+    relay: Relay, border: tuple[AioThread, HttpClient], client: RelayClient, tmp_path: Path, bob: Identity
 ) -> None:
+    alice = Identity.from_phrase("alice")
     submission = submission_of(alice, CONTENT)
     verdict = make_verdict(submission, outcome="reject", hard=True, reason="seed: not its own prompts")
     entries = [submission.data, verdict.data, make_eviction(verdict)]
@@ -189,8 +190,9 @@ async def test_evicted_contributor_is_told_why(
     assert error.code == "evicted"
     assert "not its own prompts" in error.message
     with trio.fail_after(10):
-        await client.submit(submission_of(bob, CONTENT).data, path)
-        assert [entry.data for entry in await client.ledger(1)] == entries[1:]
+        others = relay.client(border[1], by=bob)
+        await others.submit(submission_of(bob, CONTENT).data, path)
+        assert [entry.data for entry in await others.ledger(1)] == entries[1:]
 
 
 async def test_finished_run_takes_nothing_more(
@@ -209,13 +211,13 @@ async def test_record_without_a_valid_signature_is_refused(
     forged[-1] ^= 1
     headers = {RECORD_HEADER: base64.b64encode(bytes(forged)).decode()}
     with trio.fail_after(10), pytest.raises(RefusedError) as caught:
-        await border[1].post(f"{relay.url}/v1/submissions", CONTENT, headers=headers)
+        await border[1].post(f"{relay.url}/v1/submissions", CONTENT, headers=headers, contact=relay.contact())
     assert caught.value.code == "bad-signature"
 
 
 async def test_missing_record_header_is_refused(relay: Relay, border: tuple[AioThread, HttpClient]) -> None:
     with trio.fail_after(10), pytest.raises(RefusedError) as caught:
-        await border[1].post(f"{relay.url}/v1/submissions", CONTENT)
+        await border[1].post(f"{relay.url}/v1/submissions", CONTENT, contact=relay.contact())
     assert caught.value.code == "malformed"
 
 
@@ -360,7 +362,7 @@ async def test_directory_of_another_run_is_refused(tmp_path: Path, relay: Relay)
 )
 async def test_nonsense_is_named(relay: Relay, border: tuple[AioThread, HttpClient], path: str) -> None:
     with trio.fail_after(10), pytest.raises(RefusedError) as caught:
-        await border[1].get(relay.url + path)
+        await border[1].get(relay.url + path, contact=relay.contact())
     assert caught.value.code == "malformed"
 
 
@@ -369,7 +371,7 @@ async def test_nonsense_is_named(relay: Relay, border: tuple[AioThread, HttpClie
 async def test_garbage_is_malformed(relay: Relay, border: tuple[AioThread, HttpClient], path: str, body: bytes) -> None:
     """Bytes that claim to be four thousand million items, and worse."""
     with trio.fail_after(10), pytest.raises(RefusedError) as caught:
-        await border[1].post(relay.url + path, body)
+        await border[1].post(relay.url + path, body, contact=relay.contact())
     assert caught.value.code == "malformed"
 
 

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 from aiohttp import web
@@ -15,6 +16,7 @@ from relay_world import (
     MANIFEST,
     RUN,
     Relay,
+    contacts,
     loopback,
     make_advert,
     make_head,
@@ -26,10 +28,11 @@ from node.status import StatusBoard
 from node.swarm import MISDEEDS_TO_SHUN, Swarm
 from p2p.bridge import AioThread
 from p2p.http import HttpClient, msgpack_response
-from protocol.envelope import Signed
+from p2p.tokens import TokenMint
+from protocol.envelope import Signed, open_envelope
 from protocol.errors import BootstrapError, ChecksumError, RelayError
 from protocol.identity import Identity
-from protocol.records import Head, Manifest, RelayAdvert
+from protocol.records import Head, Hello, Manifest, RelayAdvert
 
 ALICE, BOB, CAROL = (Identity.from_phrase(name) for name in ("alice", "bob", "carol"))
 Border = tuple[AioThread, HttpClient]
@@ -74,7 +77,7 @@ class FakeDht:
 def make_swarm(border: Border, dht: FakeDht, **options: Any) -> Swarm:
     board = StatusBoard(role="inference", peer_id=ALICE.peer_id, run=str(RUN))
     find = {"find_relays": dht.find_relays, "find_manifest": dht.find_manifest}
-    return Swarm(RUN, border[1], **{"board": board, **find, **options})
+    return Swarm(RUN, border[1], contacts=contacts(), **{"board": board, **find, **options})
 
 
 @asynccontextmanager
@@ -145,10 +148,20 @@ async def test_manifest_comes_from_a_relay_when_the_dht_has_none(border: Border,
 
 
 def lying(answer: bytes) -> list[web.RouteDef]:
+    """A relay whose door is honest and whose every answer is not."""
+    mint = TokenMint(CAROL.peer_id, RUN.digest)
+
+    async def hello(request: web.Request) -> web.Response:
+        said = msgspec.msgpack.decode(await request.read())
+        if "key" in said:
+            return msgpack_response({"nonce": mint.challenge(said["key"])})
+        peer = mint.check_hello(open_envelope(said["hello"], Hello))
+        return msgpack_response({"token": mint.token(peer), "valid_s": 60.0})
+
     async def handle(_: web.Request) -> web.Response:
         return msgpack_response(answer)
 
-    return [web.get("/{path:.*}", handle)]
+    return [web.post("/v1/hello", hello), web.get("/{path:.*}", handle)]
 
 
 async def test_lying_relay_is_counted_and_shunned_and_the_honest_one_followed(border: Border, tmp_path: Path) -> None:
@@ -166,7 +179,7 @@ async def test_lying_relay_is_counted_and_shunned_and_the_honest_one_followed(bo
                 for _ in range(MISDEEDS_TO_SHUN):
                     swarm.bad_download(CAROL.peer_id, "shard 3")
                 assert [client.peer_id for client in swarm.clients] == [BOB.peer_id]
-                assert swarm.sources() == [(BOB.peer_id, honest.url)]
+                assert [source[:2] for source in swarm.sources()] == [(BOB.peer_id, honest.url)]
 
 
 async def test_forged_manifest_is_not_believed(border: Border, tmp_path: Path) -> None:
@@ -183,7 +196,7 @@ async def test_forged_manifest_is_not_believed(border: Border, tmp_path: Path) -
 
 async def test_relays_are_kept_while_the_dht_is_away(offline: Border, autojump_clock: Any) -> None:
     """Every bootstrap peer dies after the first lookup."""
-    dht = FakeDht(make_advert(BOB, "http://127.0.0.1:9"))
+    dht = FakeDht(make_advert(BOB, "https://127.0.0.1:9"))
     swarm = make_swarm(offline, dht, manifest=MANIFEST, follow_head=False)
     async with running(swarm):
         await until(lambda: swarm.clients)
@@ -193,15 +206,15 @@ async def test_relays_are_kept_while_the_dht_is_away(offline: Border, autojump_c
 
 
 async def test_relay_that_moved_is_found_at_its_new_url(offline: Border, autojump_clock: Any) -> None:
-    dht = FakeDht(make_advert(BOB, "http://127.0.0.1:9", 5))
+    dht = FakeDht(make_advert(BOB, "https://127.0.0.1:9", 5))
     swarm = make_swarm(offline, dht, manifest=MANIFEST, follow_head=False)
     async with running(swarm):
         await until(lambda: swarm.clients)
-        dht.adverts = [make_advert(BOB, "http://127.0.0.1:8", 4), make_advert(ALICE, "http://x", run=b"x" * 32)]
+        dht.adverts = [make_advert(BOB, "https://127.0.0.1:8", 4), make_advert(ALICE, "https://x", run=b"x" * 32)]
         await until(lambda: dht.lookups > 2)
-        assert [client.url for client in swarm.clients] == ["http://127.0.0.1:9"]
-        dht.adverts = [make_advert(BOB, "http://127.0.0.1:8", 6)]
-        await until(lambda: swarm.clients[0].url == "http://127.0.0.1:8")
+        assert [client.url for client in swarm.clients] == ["https://127.0.0.1:9"]
+        dht.adverts = [make_advert(BOB, "https://127.0.0.1:8", 6)]
+        await until(lambda: swarm.clients[0].url == "https://127.0.0.1:8")
 
 
 async def test_restart_needs_no_dht(border: Border, tmp_path: Path) -> None:
@@ -226,7 +239,7 @@ async def test_damaged_cache_is_ignored(border: Border, tmp_path: Path, content:
 
 
 async def test_failed_relay_gets_a_rest(offline: Border, autojump_clock: Any) -> None:
-    dht = FakeDht(make_advert(BOB, "http://127.0.0.1:9"), make_advert(CAROL, "http://127.0.0.1:8"))
+    dht = FakeDht(make_advert(BOB, "https://127.0.0.1:9"), make_advert(CAROL, "https://127.0.0.1:8"))
     swarm = make_swarm(offline, dht, manifest=MANIFEST, follow_head=False)
     async with running(swarm):
         await until(lambda: len(swarm.clients) == 2)

@@ -4,6 +4,7 @@ import copy
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from submission_kit import (
     ALICE,
+    BFLOAT16,
     BOB,
     CHECKPOINT,
+    FLOAT32,
     POLICY,
     hand_in,
     judge_rollouts,
@@ -28,9 +31,11 @@ from environments.base import Reward
 from environments.sort_digits import SortDigits
 from node.engines.torch_engine import TorchEngine
 from node.inference.compute import RolloutWorker
+from node.validator.checks import check_logprobs, check_sampling, check_toploc, looseness
 from node.validator.compute import Judge
+from node.validator.measure import MeasuredChunk, MeasuredRollout
 from protocol.errors import MalformedError, ModelError
-from protocol.toploc import build_proofs
+from protocol.toploc import ChunkResult, build_proofs
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +87,14 @@ def stopped(alice):
 @pytest.mark.parametrize(
     ("max_batch", "threads", "submissions"), [(1, 1, 5), (8, 1, 10), (64, 1, 10), (8, 2, 1), (64, 2, 2)]
 )
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_honest_rollouts_are_accepted_whatever_the_engine_s_settings(
-    manifest, tmp_path, max_batch, threads, submissions
+    manifest, tmp_path, dtype, max_batch, threads, submissions
 ):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        worker = make_worker(max_batch=max_batch)
+        worker = make_worker(dtype=dtype, max_batch=max_batch)
         handed_in = [hand_in(worker, manifest, tmp_path / f"{i}.parquet", index=i) for i in range(submissions)]
     finally:
         torch.set_num_threads(before)
@@ -155,19 +161,146 @@ def test_another_policy_is_rejected(judge, manifest, tmp_path):
 def test_a_stale_policy_is_rejected(judge, manifest, tmp_path):
     """A contributor names the newest checkpoint but keeps an older one, whose weights differ by a thousandth."""
     worker = make_worker(drifted(tmp_path, 1e-3))
-    assert rejected(judge_rollouts(judge, manifest, hand_in(worker, manifest, tmp_path / "0.parquet")), "toploc")
+    judgement = judge_rollouts(judge, manifest, hand_in(worker, manifest, tmp_path / "0.parquet"))
+    assert rejected(judgement, "toploc", hard=False)
 
 
 def test_a_slightly_stale_policy_shows_in_the_log_probabilities(judge, manifest, tmp_path):
     """A contributor keeps weights that differ by a hundred-thousandth: too little for any activation's mantissa."""
     worker = make_worker(drifted(tmp_path, 3e-5))
-    assert rejected(judge_rollouts(judge, manifest, hand_in(worker, manifest, tmp_path / "0.parquet")), "logprob")
+    judgement = judge_rollouts(judge, manifest, hand_in(worker, manifest, tmp_path / "0.parquet"))
+    assert rejected(judgement, "logprob", hard=False)
 
 
-def test_a_coarser_dtype_is_rejected(judge, manifest, tmp_path):
-    """A contributor computes in bfloat16 where the run's thresholds are for float32."""
-    worker = make_worker(dtype="bfloat16")
-    assert rejected(judge_rollouts(judge, manifest, hand_in(worker, manifest, tmp_path / "0.parquet")), "toploc")
+def test_a_coarser_number_format_than_declared_is_rejected_softly(judge, manifest, tmp_path):
+    """A contributor computes in bfloat16 and declares float32: a lie, or an engine that does not do as told."""
+    honest = hand_in(make_worker(dtype="bfloat16"), manifest, tmp_path / "0.parquet")
+    assert judge_rollouts(judge, manifest, honest)["outcome"] == "accept"
+    record = msgspec.structs.replace(honest.record, dtype="float32")
+    assert rejected(judge_rollouts(judge, manifest, replace(honest, record=record)), "toploc", hard=False)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "", "float32 "])
+def test_a_number_format_without_limits_is_refused_by_name(judge, manifest, alice, dtype):
+    record = msgspec.structs.replace(alice.record, dtype=dtype)
+    judgement = judge_rollouts(judge, manifest, replace(alice, record=record))
+    assert rejected(judgement, "dtype", hard=False)
+    assert "bfloat16, float32" in judgement["reason"]
+    assert len(judgement["checks"]) == 1
+
+
+def test_prompts_other_than_signed_for_are_rejected_before_any_rollout_is_read(judge, manifest, alice):
+    """A contributor's tokenizer or template gave other prompts; nothing of its file needs to be looked at."""
+    record = msgspec.structs.replace(alice.record, prompts=b"x" * 32)
+    judgement = judge_rollouts(judge, manifest, replace(alice, record=record), [])
+    assert [check["name"] for check in judgement["checks"]] == ["dtype", "prompt"]
+
+
+@pytest.mark.parametrize("tolerance", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("times", "allowance", "hard"), [(1.1, 0, False), (7.9, 0, False), (8.1, 1, True)])
+def test_only_far_departures_are_hard(tolerance, times, allowance, hard):
+    """Odd hardware is never evicted: the hard bound lies far beyond the soft one, for every measurement."""
+    rollout = measured(
+        mantissa_mean=times * tolerance.max_mantissa_mean + 8 * allowance + 127 / 16,
+        margin=times * tolerance.max_margin + allowance,
+        error=times * tolerance.max_logprob_error + allowance,
+    )
+    found = [check([rollout] * 2, tolerance) for check in (check_toploc, check_sampling, check_logprobs)]
+    assert [(one.result.outcome, one.hard) for one in found] == [("fail", hard)] * 3
+
+
+def test_half_of_a_proof_s_exponents_are_hard():
+    for mismatches, hard in ((8, False), (9, True), (16, True)):
+        found = check_toploc([measured(mismatches=mismatches)], FLOAT32)
+        assert (found.result.outcome, found.hard) == ("fail", hard)
+
+
+def test_short_chunks_have_looser_limits():
+    """The mean of fewer values scatters more: by the root of the ratio, at most twice."""
+    assert [looseness(count, 32) for count in (32, 64, 18, 8, 1)] == [1.0, 1.0, 4 / 3, 2.0, 2.0]
+    limit = FLOAT32.max_mantissa_mean
+    for rows, times, outcome in ((32, 1.0, "pass"), (32, 1.01, "fail"), (18, 1.33, "pass"), (18, 1.34, "fail")):
+        rollouts = [measured(mantissa_mean=times * limit, rows=rows)] * 2
+        assert check_toploc(rollouts, FLOAT32).result.outcome == outcome
+
+
+def test_a_stray_value_is_no_failure_but_many_are(alice):
+    """Honest sides may differ in one value at the edge of the top k, where a proof's polynomial means nothing."""
+    clean, stray = measured(), measured(mantissa_mean=0.1 + 100 / 16)
+    assert check_toploc([stray, *[clean] * 31], FLOAT32).result.outcome == "pass"
+    found = check_toploc([stray, stray, *[clean] * 30], FLOAT32)
+    assert (found.result.outcome, found.hard) == ("fail", False)
+    assert check_toploc([*[stray] * 3, *[clean] * 600], FLOAT32).result.outcome == "pass"
+    alike = [replace(stray, rollout=alice.rollouts[0])] * 5
+    assert check_toploc([*alike, *[clean] * 27], FLOAT32).result.outcome == "pass"
+    assert check_toploc([*[stray] * 4, *[clean] * 600], FLOAT32).result.outcome == "fail"
+
+
+def test_a_rollout_whose_chunks_are_all_a_little_off_fails_by_its_mean():
+    """A contributor keeps each proof within its limit, and is off in all of them."""
+    tolerance = msgspec.structs.replace(FLOAT32, max_mantissa_mean=1.0, max_rollout_mantissa_mean=0.1)
+    for chunks, outcome in ((2, "pass"), (40, "fail")):
+        one = measured(mantissa_mean=0.9)
+        zeros = np.zeros(32 * chunks)
+        many = MeasuredRollout(32 * chunks, zeros.astype(np.float32), zeros, one.chunks * chunks)
+        found = check_toploc([many], tolerance)
+        assert found.result.outcome == outcome
+    assert "rollout 0 are off by 0.9" in found.result.detail
+
+
+def measured(*, rows=32, mismatches=0, mantissa_mean=0.0, margin=0.0, error=0.0, errors=None):
+    """One rollout of one chunk with these numbers; margin and error are the first token's."""
+    chunk = MeasuredChunk(rows, 16, ChunkResult(mismatches, mantissa_mean, 0.0))
+    margins = np.zeros(rows, np.float32)
+    margins[0] = margin
+    if errors is None:
+        errors = [error, *[0.0] * (rows - 1)]
+    return MeasuredRollout(rows, margins, np.array(errors), [chunk])
+
+
+@pytest.mark.parametrize(
+    ("lie", "what", "hard"),
+    [
+        (lambda number: -0.25, "shifted by -0.25", True),
+        (lambda number: 0.02, "shifted by 0.02", False),
+        (lambda number: 0.1 * (-1) ** number, "off by 0.1", False),
+    ],
+    ids=["large shift", "small shift", "noise"],
+)
+def test_log_probabilities_bent_within_a_coarse_format_s_limit_are_rejected(judge, manifest, alice, lie, what, hard):
+    """A contributor computes in float32, says bfloat16, and uses that format's roughness to have answers weigh more."""
+    tokens = iter(range(10**6))
+    bent = [
+        msgspec.structs.replace(rollout, logprobs=[value + lie(next(tokens)) for value in rollout.logprobs])
+        for rollout in alice.rollouts
+    ]
+    claimed = replace(alice, record=msgspec.structs.replace(alice.record, dtype="bfloat16"))
+    judgement = judge_rollouts(judge, manifest, claimed, bent)
+    assert rejected(judgement, "logprob", hard=hard)
+    assert what in judgement["reason"]
+
+
+def test_a_better_format_than_declared_is_noted_and_held_against_nobody(judge, manifest, alice, tmp_path):
+    claimed = replace(alice, record=msgspec.structs.replace(alice.record, dtype="bfloat16"))
+    judgement = judge_rollouts(judge, manifest, claimed)
+    assert judgement["outcome"] == "accept"
+    assert numbers(judgement, "toploc")["exact_chunks"] == len(alice.rollouts)
+    coarse = judge_rollouts(judge, manifest, hand_in(make_worker(dtype="bfloat16"), manifest, tmp_path / "0.parquet"))
+    assert numbers(coarse, "toploc")["exact_chunks"] < len(alice.rollouts) / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "allowance"), [("max_mean_logprob_error", 0.1), ("max_logprob_shift", 0.1)], ids=["mean", "shift"]
+)
+def test_means_of_log_probability_errors_have_soft_and_hard_limits(name, allowance):
+    wide = msgspec.structs.replace(BFLOAT16, max_mean_logprob_error=1.0, max_logprob_shift=1.0)
+    tolerance = msgspec.structs.replace(wide, **{name: 0.02})
+    for times, beyond, outcome, hard in ((0.9, 0, "pass", False), (7.9, 0, "fail", False), (8.1, 1, "fail", True)):
+        rollout = measured(rows=512, errors=[times * 0.02 + beyond * allowance] * 512)
+        found = check_logprobs([rollout], tolerance)
+        assert (found.result.outcome, found.hard) == (outcome, hard)
+    few = [measured(rows=128, errors=[0.039] * 128)]
+    assert check_logprobs(few, tolerance).result.outcome == "pass"  # the mean of fewer tokens scatters more
 
 
 def test_another_temperature_is_rejected(judge, manifest, tmp_path):
@@ -353,8 +486,11 @@ def test_hostile_tokens_are_rejected(change, alice):
 
 def test_forged_log_probabilities_are_rejected(change, alice):
     """A contributor flatters its log-probabilities, which training would weigh its answers by."""
-    better = [value / 2 for value in alice.rollouts[0].logprobs]
-    assert rejected(change({0: {"logprobs": better}}), "logprob")
+    longest = max(range(len(alice.rollouts)), key=lambda number: -min(alice.rollouts[number].logprobs))
+    better = [value / 2 for value in alice.rollouts[longest].logprobs]
+    assert rejected(change({longest: {"logprobs": better}}), "logprob")
+    slightly = [value + 0.01 for value in alice.rollouts[0].logprobs]
+    assert rejected(change({0: {"logprobs": slightly}}), "logprob", hard=False)
 
 
 ROW_VALUES = st.recursive(

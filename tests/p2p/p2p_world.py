@@ -14,8 +14,12 @@ from factories import make_manifest
 from libp2p.peer.peerinfo import PeerInfo
 from multiaddr import Multiaddr
 
+from p2p.dht import RunDHT
 from p2p.discovery import P2PNode
+from p2p.guard import Guard
 from p2p.host import build_host, running
+from p2p.kad import Asker
+from p2p.kad_message import Known
 from protocol.envelope import seal
 from protocol.identity import Identity
 from protocol.records import RelayAdvert, RunPointer
@@ -49,7 +53,8 @@ def advert(sequence: int = 1, *, by: Identity = BOB, **changes: Any) -> bytes:
         issued_at_ms=now_ms(),
         valid_until_ms=now_ms() + 600_000,
         multiaddrs=(),
-        http_url="http://127.0.0.1:1",
+        http_url="https://127.0.0.1:1",
+        tls_fingerprint=b"f" * 32,
         software="test",
     )
     return seal(msgspec.structs.replace(record, **changes), by)
@@ -78,10 +83,25 @@ async def running_nodes(*nodes: P2PNode) -> AsyncIterator[trio.Nursery]:
 
 
 @asynccontextmanager
-async def running_host(identity: Identity, *, listens: bool = True) -> AsyncIterator[Any]:
-    host = build_host(identity)
-    async with running(host, [Multiaddr(LOOPBACK)] if listens else []):
+async def running_host(
+    identity: Identity, *, listens: bool = True, guard: Guard | None = None, at: str = LOOPBACK
+) -> AsyncIterator[Any]:
+    host = build_host(identity, guard=guard)
+    async with running(host, [Multiaddr(at)] if listens else []):
         yield host
+
+
+def make_dht(host: Any, identity: Identity, *, serve: bool = True, servers: Any = ()) -> RunDHT:
+    made = RunDHT(host, identity.peer_id, RUN, serve=serve, clock=time.time)
+    made.bootstrap = {server.get_id() for server in servers}
+    for server in servers:
+        host.get_peerstore().add_addrs(server.get_id(), server.get_transport_addrs(), 600)
+    return made
+
+
+async def request(host: Any, peer_id: Any, message: Any) -> Any:
+    """One request, past all that the own client would check before it sends."""
+    return await Asker(host).request(Known(peer_id), message)
 
 
 def info(host: Any) -> Any:

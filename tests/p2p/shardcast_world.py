@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +17,7 @@ from p2p.bridge import AioThread
 from p2p.http import BoundAddress, HttpClient, HttpServer
 from p2p.shardcast.client import CheckpointClient
 from p2p.shardcast.origin import checkpoint_routes
+from p2p.shardcast.sources import Source
 from p2p.shardcast.store import CheckpointStore
 from protocol.checkpoint import CheckpointRules
 from protocol.envelope import Signed
@@ -27,6 +30,7 @@ BOB = Identity.from_phrase("bob").peer_id
 CAROL = Identity.from_phrase("carol").peer_id
 RUN_ID = b"r" * 32
 SHARD_BYTES = 4096
+TENSOR_FILES = {"model-1.safetensors": 17_000, "model-2.safetensors": 12_288}
 RULES = CheckpointRules(RUN_ID, TRAINER.peer_id, SHARD_BYTES, total_steps=100, max_bytes=1 << 20)
 QUICK_S = 0.3
 
@@ -34,11 +38,24 @@ QUICK_S = 0.3
 def make_policy(directory: Path, *, tag: int = 1) -> Path:
     """A policy of five files, one of them empty, which make eight shards with borders inside and between files."""
     directory.mkdir(parents=True)
-    sizes = {"added.json": 0, "config.json": 300, "model-1.safetensors": 17_000, "model-2.safetensors": 12_288}
+    sizes = {"added.json": 0, "config.json": 300}
     for name, size in sizes.items():
-        (directory / name).write_bytes(bytes((index * 31 + index // 251 + tag) % 256 for index in range(size)))
+        (directory / name).write_bytes(pattern(size, tag))
+    for name, size in TENSOR_FILES.items():
+        (directory / name).write_bytes(tensor_file(size, tag))
     (directory / "tokenizer.json").write_bytes(b"{}")
     return directory
+
+
+def pattern(size: int, tag: int = 1) -> bytes:
+    return bytes((index * 31 + index // 251 + tag) % 256 for index in range(size))
+
+
+def tensor_file(size: int, tag: int = 1) -> bytes:
+    """A safetensors file of exactly so many bytes with one tensor."""
+    data = size - 128
+    header = json.dumps({"weight": {"dtype": "U8", "shape": [data], "data_offsets": [0, data]}}).encode().ljust(120)
+    return struct.pack("<Q", len(header)) + header + pattern(data, tag)
 
 
 async def publish(
@@ -62,7 +79,7 @@ class World:
         self.policy = make_policy(tmp_path / "policy")
         self.trainer = CheckpointStore(tmp_path / "trainer")
         self.node = CheckpointStore(tmp_path / "node")
-        self.relays: list[tuple[PeerId, str]] = []
+        self.relays: list[Source] = []
         self.bytes: dict[PeerId, int] = {}
         self.misdeeds: list[tuple[PeerId, str]] = []
         self.progress: list[tuple[int, int]] = []
@@ -78,7 +95,7 @@ class World:
 
     async def relay(self, peer: PeerId, *middlewares: Middleware, store: CheckpointStore | None = None) -> None:
         address = await self.serve(checkpoint_routes(store or self.trainer), *middlewares)
-        self.relays.append((peer, address.url))
+        self.relays.append(Source(peer, address.url))
 
     def client(self, **more: Any) -> CheckpointClient:
         settings: dict[str, Any] = {

@@ -1,3 +1,4 @@
+import contextlib
 import socket
 
 import pytest
@@ -9,9 +10,11 @@ from libp2p.network.exceptions import SwarmException
 from libp2p.peer.peerinfo import PeerInfo
 from libp2p.security.insecure.transport import PLAINTEXT_PROTOCOL_ID, InsecureTransport
 from multiaddr import Multiaddr
-from p2p_world import ALICE, BOB, CAROL, LOOPBACK, MALLORY, info, running_host
+from p2p_world import ALICE, BOB, CAROL, LOOPBACK, MALLORY, info, running_host, works
 
+from p2p.guard import Guard
 from p2p.host import (
+    MAX_CONNECTIONS,
     DialError,
     build_host,
     dial,
@@ -24,6 +27,7 @@ from p2p.host import (
     running,
     to_libp2p,
 )
+from p2p.scores import Misdeed, Scores
 from protocol.errors import ConfigError, PortError
 
 
@@ -159,3 +163,24 @@ async def test_host_without_listen_addresses_announces_none():
         async with running_host(ALICE) as alice, running_host(BOB, listens=False) as bob:
             await bob.connect(PeerInfo(alice.get_id(), alice.get_transport_addrs()))
             assert bob.get_addrs() == []
+
+
+async def test_refusals_do_not_shut_everyone_out():
+    """Attack: be refused a few times, so that libp2p's circuit breaker refuses all peers for a minute."""
+    with trio.fail_after(40):
+        book = Scores()
+        async with running_host(ALICE, guard=Guard(book)) as alice, running_host(MALLORY, listens=False) as mallory:
+            for _ in range(2):
+                book.blame(MALLORY.peer_id, Misdeed.WINDOW)
+            for _ in range(8):
+                with contextlib.suppress(SwarmException):
+                    await mallory.connect(info(alice))
+                    await mallory.disconnect(alice.get_id())
+            async with running_host(BOB, listens=False) as bob:
+                assert await works(alice, bob)
+
+
+async def test_more_connections_than_libp2p_takes_by_itself():
+    limits = build_host(ALICE).get_network()._resource_manager.connection_limits
+    assert limits.max_established_inbound == MAX_CONNECTIONS
+    assert MAX_CONNECTIONS > 256

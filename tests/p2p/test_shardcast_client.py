@@ -22,6 +22,7 @@ from shardcast_world import (
 )
 
 from p2p.http import error_response, msgpack_response
+from p2p.shardcast.sources import Source
 from p2p.shardcast.store import CheckpointStore
 from protocol.checkpoint import CheckpointRules
 from protocol.envelope import seal
@@ -42,7 +43,7 @@ async def test_a_checkpoint_comes_from_two_relays_and_is_complete(tmp_path):
             directory = world.node.local_dir(manifest.id)
             assert contents(directory) == contents(world.policy)
             total = manifest.record.total_bytes
-            assert sum(world.bytes.values()) == total + len(manifest.data)
+            assert total + len(manifest.data) < sum(world.bytes.values()) < total + len(manifest.data) + 8192
             assert max(world.progress) == (total, total)
             assert len(world.progress) == 8
             assert world.misdeeds == []
@@ -150,22 +151,23 @@ async def test_a_cancelled_download_keeps_what_is_verified(tmp_path):
     with trio.fail_after(20):
         async with world_in(tmp_path) as world:
             manifest = await publish(world.trainer, world.policy)
-            stopped = []
+            asked, stopped = [], []
 
-            async def stop_at_four(request, index):
-                if index == 4:
+            async def stop_at_five(request, index):
+                asked.append(index)
+                if len(asked) == 5:
                     stopped.append(index)
                     world.notify()
                     await asyncio.sleep(3600)
 
-            await world.relay(ALICE, on_shards(stop_at_four))
+            await world.relay(ALICE, on_shards(stop_at_five))
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(world.client(connections=1, progress_timeout_s=10).download, manifest.id)
                 await world.until(lambda: bool(stopped))
                 nursery.cancel_scope.cancel()
             assert world.node.local_dir(manifest.id) is None
             with world.node.begin(manifest) as partial:
-                assert partial.missing() == [4, 5, 6, 7]
+                assert partial.missing() == sorted(set(range(8)) - set(asked[:4]))
 
 
 async def test_cut_through_a_shard_is_had_while_its_relay_is_still_pulling(tmp_path):
@@ -207,7 +209,7 @@ async def test_shards_that_never_come_are_given_up_and_the_rest_is_kept(tmp_path
 
             await world.relay(ALICE, on_shards(refuse))
             with pytest.raises(RelayError, match=r"shard 5 .* too many requests"):
-                await world.client(patience_s=1.0).download(manifest.id)
+                await world.client(patience_s=3.0).download(manifest.id)
             with world.node.begin(manifest) as partial:
                 assert partial.missing() == [5]
 
@@ -225,7 +227,7 @@ async def test_another_manifest_than_was_asked_for_names_its_relay(tmp_path, lie
                 return msgpack_response(bodies[lie])
 
             address = await world.serve([web.get("/v1/checkpoints/{checkpoint}/manifest", answer)])
-            world.relays.append((BOB, address.url))
+            world.relays.append(Source(BOB, address.url))
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(world.client().download, manifest.id)
                 await world.until(lambda: bool(world.misdeeds))
@@ -276,7 +278,7 @@ async def test_a_path_in_a_file_name_writes_nothing_outside(tmp_path):
                 return msgpack_response(sealed)
 
             address = await world.serve([web.get("/v1/checkpoints/{checkpoint}/manifest", answer)])
-            world.relays.append((BOB, address.url))
+            world.relays.append(Source(BOB, address.url))
             with pytest.raises(RelayError, match="not a valid checkpoint"):
                 await world.client(patience_s=0.5).download(bytes(32))
             assert not (tmp_path / "escaped").exists()

@@ -1,4 +1,4 @@
-"""OriginPuller: a relay pulls from the trainer's origin, and serves what it has so far."""
+"""CheckpointPuller: relays pull from the trainer's origin and from each other, and serve what they have so far."""
 
 import asyncio
 
@@ -8,6 +8,7 @@ from shardcast_world import (
     CAROL,
     QUICK_S,
     RULES,
+    TRAINER,
     contents,
     make_policy,
     on_shards,
@@ -16,20 +17,30 @@ from shardcast_world import (
     world_in,
 )
 
+from p2p.contacts import Contact
+from p2p.shardcast.fan_out import FanOut
 from p2p.shardcast.origin import OriginDoor, origin_routes
-from p2p.shardcast.puller import OriginPuller
+from p2p.shardcast.puller import CheckpointPuller
 from p2p.shardcast.store import CheckpointStore
+from p2p.tls import load_or_create_certificate
 
 
-async def open_origin(world, *middlewares):
-    """The trainer's origin and the token of Carol's relay."""
+async def open_origin(world, *middlewares, fan_out=None):
+    """The trainer's origin over TLS; gives a function that makes a relay's way in."""
     door = OriginDoor()
-    address = await world.serve(origin_routes(world.trainer, lambda first, limit: []), door.middleware, *middlewares)
-    return address.url, door.token_for(CAROL)
+    certificate = load_or_create_certificate(world.tmp_path)
+    limit = FanOut(door.holder, fan_out, lapse_s=1.0) if fan_out else None
+    routes = origin_routes(world.trainer, lambda first, limit: [], fan_out=limit)
+    address = await world.serve(routes, door.middleware, *middlewares, certificate=certificate)
+
+    def way_in(relay=CAROL, token=None):
+        return Contact(TRAINER.peer_id, address.url, certificate.fingerprint, token=token or door.token_for(relay))
+
+    return way_in
 
 
 def make_puller(world, store, **more):
-    return OriginPuller(world.http, store, progress_timeout_s=QUICK_S, patience_s=1.0, **more)
+    return CheckpointPuller(world.http, store, progress_timeout_s=QUICK_S, **{"patience_s": 1.0, **more})
 
 
 async def wait_for(world, store, checkpoint):
@@ -45,9 +56,9 @@ async def test_a_relay_pulls_with_its_token_and_serves_on_the_way(tmp_path):
             relay = CheckpointStore(tmp_path / "relay")
             puller = make_puller(world, relay)
             await world.nursery.start(puller.run)
-            url, token = await open_origin(world)
+            way_in = await open_origin(world)
             puller.want(manifest.id)
-            puller.set_origin(url, token, rules=RULES)
+            puller.set_origin(way_in(), rules=RULES)
             await wait_for(world, relay, manifest.id)
             assert contents(world.node.local_dir(manifest.id)) == contents(world.policy)
 
@@ -64,10 +75,10 @@ async def test_a_client_is_served_while_the_relay_still_pulls(tmp_path):
                 if index >= 4:
                     await enough.wait()
 
-            url, token = await open_origin(world, on_shards(hold_back))
-            puller = OriginPuller(world.http, relay, progress_timeout_s=15)
+            way_in = await open_origin(world, on_shards(hold_back))
+            puller = CheckpointPuller(world.http, relay, progress_timeout_s=15)
             await world.nursery.start(puller.run)
-            puller.set_origin(url, token, rules=RULES)
+            puller.set_origin(way_in(), rules=RULES)
             puller.want(manifest.id)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(wait_for, world, relay, manifest.id)
@@ -89,13 +100,13 @@ async def test_an_origin_that_moved_is_followed(tmp_path):
             relay = CheckpointStore(tmp_path / "relay")
             puller = make_puller(world, relay)
             await world.nursery.start(puller.run)
-            url, token = await open_origin(world)
-            puller.set_origin("http://127.0.0.1:1", token, rules=RULES)
+            way_in = await open_origin(world)
+            puller.set_origin(Contact(TRAINER.peer_id, "https://127.0.0.1:1", bytes(32), token="lost"), rules=RULES)
             puller.want(manifest.id)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(wait_for, world, relay, manifest.id)
-                puller.set_origin(url, "a-token-of-the-past", rules=RULES)
-                puller.set_origin(url, token, rules=RULES)
+                puller.set_origin(way_in(token="a-token-of-the-past"), rules=RULES)
+                puller.set_origin(way_in(), rules=RULES)
             assert [step for step, _ in world.node.complete()] == [1]
 
 
@@ -106,8 +117,8 @@ async def test_a_checkpoint_that_the_origin_lacks_does_not_block_the_next(tmp_pa
             manifest = await publish(world.trainer, world.policy)
             relay = CheckpointStore(tmp_path / "relay")
             puller = make_puller(world, relay)
-            url, token = await open_origin(world)
-            puller.set_origin(url, token, rules=RULES)
+            way_in = await open_origin(world)
+            puller.set_origin(way_in(), rules=RULES)
             for checkpoint in (manifest.id, old.id, bytes(32)):
                 puller.want(checkpoint)
             await world.nursery.start(puller.run)
@@ -129,10 +140,10 @@ async def test_the_origin_that_sends_wrong_bytes_does_not_stop_the_relay(tmp_pat
                     broken.clear()
                     return web.Response(body=bytes(len(shard_bytes_of(world.trainer, manifest.id, index))))
 
-            url, token = await open_origin(world, on_shards(flip))
+            way_in = await open_origin(world, on_shards(flip))
             puller = make_puller(world, relay, on_bytes=lambda peer, count: received.append(count))
             await world.nursery.start(puller.run)
-            puller.set_origin(url, token, rules=RULES)
+            puller.set_origin(way_in(), rules=RULES)
             puller.want(manifest.id)
             await wait_for(world, relay, manifest.id)
             assert sum(received) >= manifest.record.total_bytes

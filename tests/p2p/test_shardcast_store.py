@@ -1,8 +1,9 @@
 """CheckpointStore: publishing, resuming, installing, serving, pruning."""
 
+import hashlib
 import os
+import struct
 
-import msgspec
 import pytest
 import trio
 from shardcast_world import (
@@ -16,6 +17,7 @@ from shardcast_world import (
 )
 
 from p2p.shardcast.store import CheckpointStore
+from protocol.checkpoint import content_digest
 from protocol.envelope import open_envelope, seal
 from protocol.errors import ChecksumError, DataDirError, MalformedError, ModelError, RefusedError
 from protocol.records import CheckpointFile, CheckpointManifest
@@ -75,6 +77,10 @@ async def test_a_download_is_resumed_after_a_kill_without_its_verified_shards(pu
     assert reopened.local_dir(manifest.id) is None
     with reopened.begin(manifest) as partial:
         assert partial.missing() == [1, 2, 3, 4, 6]
+        assert not partial.has(0)
+        partial.recheck()
+        assert partial.missing() == [1, 2, 3, 4, 6]
+        assert partial.has(0)
         assert partial.verified_bytes == 2 * SHARD_BYTES + manifest.record.total_bytes - 7 * SHARD_BYTES
         copy_shards(trainer, manifest, partial, partial.missing())
         directory = await reopened.install(manifest.id)
@@ -107,7 +113,8 @@ async def test_a_shard_counts_only_when_its_hash_holds(published, tmp_path):
 async def test_a_closed_sink_writes_no_more(published, tmp_path):
     """A fetch that was given up goes on writing while another relay's bytes are already there."""
     trainer, manifest = published
-    with CheckpointStore(tmp_path / "node").begin(manifest) as partial:
+    store = CheckpointStore(tmp_path / "node")
+    with store.begin(manifest) as partial:
         late = partial.sink(0)
         late.close()
         partial.write_shard(0, shard_bytes_of(trainer, manifest.id, 0))
@@ -115,35 +122,68 @@ async def test_a_closed_sink_writes_no_more(published, tmp_path):
         with pytest.raises(ChecksumError, match="given up"):
             late.commit(bytes(32))
         copy_shards(trainer, manifest, partial, partial.missing())
-        partial.verify()
+        assert contents(await store.install(manifest.id)) == contents(tmp_path / "policy")
 
 
-async def test_damage_on_this_disk_is_found_before_the_install(published, tmp_path):
+async def test_damage_on_this_disk_is_found_at_the_restart(published, tmp_path):
+    """A power cut, or a failing disk, leaves other bytes than those that were verified."""
     trainer, manifest = published
-    store = CheckpointStore(tmp_path / "node")
-    with store.begin(manifest) as partial:
+    with CheckpointStore(tmp_path / "node").begin(manifest) as partial:
         copy_shards(trainer, manifest, partial, range(8))
         with (partial.directory / "model-2.safetensors").open("r+b") as file:
             file.write(b"damage")
-        with pytest.raises(ChecksumError, match=r"shards \[4\]"):
+    store = CheckpointStore(tmp_path / "node")
+    with store.begin(manifest) as partial:
+        assert not partial.is_whole
+        with pytest.raises(ModelError, match="lacks 8 shards"):
             await store.install(manifest.id)
+        partial.recheck()
         assert partial.missing() == [4]
         copy_shards(trainer, manifest, partial, [4])
         await store.install(manifest.id)
     assert store.complete() == [(1, manifest.id)]
 
 
-async def test_a_manifest_that_contradicts_itself_is_not_installed(published, tmp_path):
-    """The trainer signs a whole-checkpoint hash that its own shards do not give."""
-    trainer, manifest = published
-    lie = msgspec.structs.replace(manifest.record, sha256=bytes(32))
-    lying = open_envelope(seal(lie, TRAINER), CheckpointManifest)
+@pytest.mark.parametrize(
+    ("body", "match"),
+    [
+        (struct.pack("<Q", 1 << 60) + bytes(92), "header of 1152921504606846976 bytes"),
+        (struct.pack("<Q", 93) + bytes(92), "header of 93 bytes"),
+        (struct.pack("<Q", 92) + b"[" * 92, "does not decode"),
+        (
+            struct.pack("<Q", 92) + b'{"../../x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'.ljust(92),
+            "unsafe tensor",
+        ),
+        (struct.pack("<Q", 92) + b'{"w":{"dtype":"U8","shape":[9],"data_offsets":[0,0]}}'.ljust(92), "takes 0 bytes"),
+    ],
+)
+async def test_a_hostile_tensor_file_is_refused_before_anything_opens_it(tmp_path, body, match):
+    """With the trainer's stolen key, a checkpoint's safetensors header asks for more memory than there is, or lies."""
+    record = manifest_of("model.safetensors", body)
+    signed = open_envelope(seal(record, TRAINER), CheckpointManifest)
     store = CheckpointStore(tmp_path / "node")
-    with store.begin(lying) as partial:
-        for index in range(8):
-            partial.write_shard(index, shard_bytes_of(trainer, manifest.id, index))
-        with pytest.raises(MalformedError, match="contradicts itself"):
-            await store.install(lying.id)
+    with store.begin(signed) as partial:
+        partial.write_shard(0, body)
+        with pytest.raises(MalformedError, match=match):
+            await store.install(signed.id)
+    assert store.complete() == []
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "model.safetensors").write_bytes(body)
+    with pytest.raises(ModelError, match="cannot be published"):
+        await publish(store, tmp_path / "policy")
+
+
+def manifest_of(name, body):
+    digest = hashlib.sha256(body).digest()
+    return CheckpointManifest(
+        run_id=RUN_ID,
+        step=1,
+        issued_at_ms=1,
+        shard_bytes=SHARD_BYTES,
+        files=(CheckpointFile(name=name, size=len(body), sha256=digest),),
+        shards=(digest,),
+        sha256=content_digest([digest]),
+    )
 
 
 async def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_allocated(tmp_path):

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from protocol.checkpoint import (
     CheckpointRules,
+    Layout,
     check_names,
+    content_digest,
     extents,
     open_checkpoint,
     shard_count,
@@ -46,7 +48,8 @@ def manifest(**changes):
         shards=(bytes(32), bytes(32)),
         sha256=bytes(32),
     )
-    return msgspec.structs.replace(record, **changes)
+    changed = msgspec.structs.replace(record, **changes)
+    return changed if "sha256" in changes else msgspec.structs.replace(changed, sha256=content_digest(changed.shards))
 
 
 def signed(record, identity=TRAINER):
@@ -110,6 +113,7 @@ def test_a_file_name_cannot_leave_the_directory(name):
         ({"shard_bytes": 1}, "the run's have 4096"),
         ({"shard_bytes": 8192, "shards": (bytes(32),)}, "the run's have 4096"),
         ({"step": 11}, "run of 10 steps"),
+        ({"sha256": bytes(32)}, "another content"),
     ],
 )
 def test_absurd_sizes_are_refused_before_anything_is_allocated(changes, match):

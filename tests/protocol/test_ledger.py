@@ -10,7 +10,9 @@ from factories import (
     OPERATOR,
     VALIDATOR,
     make_batch,
+    make_draw_evidence,
     make_eviction,
+    make_head,
     make_manifest,
     make_submission,
     make_trained,
@@ -19,6 +21,7 @@ from factories import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocol.draw import TrackRecord, beacon_of, is_drawn
 from protocol.envelope import Signed
 from protocol.errors import LedgerError, ProtocolError, WrongAuthorError, WrongRunError
 from protocol.identity import Identity
@@ -146,7 +149,7 @@ def test_soft_rejection_and_could_not_tell_do_not_evict(state: LedgerState, alic
     assert state.evicted == set()
 
 
-def test_batch_takes_no_stale_policy_and_no_future_one(state: LedgerState, alice: Identity) -> None:
+def test_batch_takes_no_stale_policy_and_no_future_one(state: LedgerState, alice: Identity, bob: Identity) -> None:
     old = make_submission(alice, RUN)
     accept(state, old)
     ahead = make_submission(alice, RUN, index=1, checkpoint_step=1)
@@ -154,7 +157,7 @@ def test_batch_takes_no_stale_policy_and_no_future_one(state: LedgerState, alice
     assert refused(state, make_batch(RUN, 0, [ahead])) == "unusable"
     state.apply(make_batch(RUN, 0, [old]))
     state.apply(make_batch(RUN, 1, [ahead]))
-    late = make_submission(alice, RUN, index=2)
+    late = make_submission(bob, RUN)
     accept(state, late)
     assert refused(state, make_batch(RUN, 2, [late])) == "unusable"
     assert state.stale(2) == 1
@@ -228,3 +231,92 @@ def test_any_interleaving_gives_one_state_or_named_refusals(order: list[int]) ->
         replay.apply(entry)
     assert (replay.tip, replay.contributors, replay.batches) == (state.tip, state.contributors, state.batches)
     assert OPERATOR.peer_id not in state.contributors
+
+
+def test_record_is_that_of_a_beginning_of_the_ledger(state: LedgerState, alice: Identity, bob: Identity) -> None:
+    outcomes = ["accept", "accept", "reject", "accept"]
+    for index, outcome in enumerate(outcomes):
+        submission = make_submission(alice, RUN, index=index)
+        state.apply(submission.data)
+        state.apply(make_verdict(submission, outcome=outcome, reason="toploc: x").data)
+    records = [state.record(alice.peer_id, length) for length in range(9)]
+    assert records[0] == records[1] == TrackRecord()
+    assert records[2] == records[3] == TrackRecord(accepted=1, streak=1)
+    assert records[4] == TrackRecord(accepted=2, streak=2)
+    assert records[6] == records[7] == TrackRecord(accepted=2, rejected=1)
+    assert records[8] == TrackRecord(accepted=3, rejected=1, streak=1)
+    assert state.record(bob.peer_id, 8) == TrackRecord()
+    with pytest.raises(LedgerError, match="not replayed"):
+        state.record(alice.peer_id, 9)
+
+
+def test_undecided_submissions_change_no_record(state: LedgerState, alice: Identity) -> None:
+    submission = make_submission(alice, RUN)
+    state.apply(submission.data)
+    state.apply(make_verdict(submission, outcome="undecided").data)
+    assert state.record(alice.peer_id, state.length) == TrackRecord()
+
+
+def veteran(state: LedgerState, alice: Identity) -> None:
+    for step in range(3):
+        for index in range(4):
+            accept(state, make_submission(alice, RUN, step=step, index=index))
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_ledger_takes_no_accept_without_the_costly_checks_that_were_due(
+    state: LedgerState, alice: Identity, drawn: bool
+) -> None:
+    """A validator saves itself the work, or does its friend a favour."""
+    veteran(state, alice)
+    beacon = make_head(RUN, 2, ledger_length=state.length)
+    tries = (make_submission(alice, RUN, step=9, sha256=bytes([n]) * 32) for n in range(99))
+    submission = next(one for one in tries if is_drawn(beacon_of(beacon), one.id, rate=0.25) == drawn)
+    state.apply(submission.data)
+    verdict = make_verdict(submission, draw=make_draw_evidence(submission, beacon, rate=0.25))
+    if drawn:
+        assert refused(state, verdict.data) == "draw"
+    else:
+        state.apply(verdict.data)
+        assert state.submissions[submission.id].state == "accepted"
+
+
+def test_beacon_that_names_a_longer_ledger_excuses_nothing(state: LedgerState, alice: Identity) -> None:
+    submission = make_submission(alice, RUN)
+    state.apply(submission.data)
+    beacon = make_head(RUN, 2, ledger_length=10**6)
+    draw = make_draw_evidence(submission, beacon, rate=0.25)
+    assert refused(state, make_verdict(submission, draw=draw).data) == "draw"
+
+
+# Policies never go back.
+
+
+def test_policies_of_a_contributor_never_go_back(state: LedgerState, alice: Identity, bob: Identity) -> None:
+    """Grinding: a contributor computes an index with every policy that is still taken, and hands in the best."""
+    state.apply(make_submission(alice, RUN, step=4, checkpoint_step=3).data)
+    state.apply(make_submission(alice, RUN, step=4, index=1, checkpoint_step=4).data)
+    assert refused(state, make_submission(alice, RUN, step=4, index=2, checkpoint_step=3).data) == "policy-back"
+    assert refused(state, make_submission(alice, RUN, step=5, checkpoint_step=3).data) == "policy-back"
+    state.apply(make_submission(alice, RUN, step=5, checkpoint_step=4).data)
+    state.apply(make_submission(bob, RUN, step=5, checkpoint_step=3).data)
+    assert state.evicted == set()
+
+
+def test_order_of_policies_is_by_step_and_index_and_not_by_arrival(state: LedgerState, alice: Identity) -> None:
+    """An honest node's earlier work may be judged after its later work."""
+    state.apply(make_submission(alice, RUN, step=5, checkpoint_step=4).data)
+    state.apply(make_submission(alice, RUN, step=5, index=1, checkpoint_step=5).data)
+    assert refused(state, make_submission(alice, RUN, step=3, checkpoint_step=5).data) == "policy-back"
+    state.apply(make_submission(alice, RUN, step=3, checkpoint_step=2).data)
+    state.apply(make_submission(alice, RUN, step=4, checkpoint_step=3).data)
+    assert refused(state, make_submission(alice, RUN, step=3, index=1, checkpoint_step=4).data) == "policy-back"
+    state.apply(make_submission(alice, RUN, step=3, index=1, checkpoint_step=3).data)
+
+
+@given(st.permutations([(step, index, step // 2) for step in range(4) for index in range(2)]))
+def test_honest_work_is_taken_in_any_order_of_steps(work: list[tuple[int, int, int]]) -> None:
+    state = LedgerState(RUN, make_manifest())
+    for step, index, policy in sorted(work, key=lambda one: one[1]):  # of one step, the first index comes first
+        state.apply(make_submission(CAROL, RUN, step=step, index=index, checkpoint_step=policy).data)
+    assert len(state.submissions) == len(work)

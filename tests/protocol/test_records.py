@@ -17,6 +17,7 @@ from protocol.records import (
     Draw,
     Eviction,
     Head,
+    Hello,
     Manifest,
     OriginNotice,
     Receipt,
@@ -34,15 +35,16 @@ D = b"d" * 32
 EXAMPLES: list[Record] = [
     make_manifest(),
     Head(
-        run_id=D, sequence=3, previous_sequence=2, issued_at_ms=1, step=2, collecting=True, checkpoint_step=2, checkpoint=D,
-        oldest_checkpoint_step=1, ledger_length=9, ledger_tip=D, finished=False,
+        run_id=D, sequence=3, previous_sequence=2, issued_at_ms=1, step=2, collecting=True, checkpoint_step=2,
+        checkpoint=D, oldest_checkpoint_step=1, ledger_length=9, ledger_tip=D, finished=False,
     ),
     RunPointer(name="test", sequence=1, issued_at_ms=1, valid_until_ms=2, manifest=b"m"),
     RelayAdvert(
         run=D, sequence=1, issued_at_ms=1, valid_until_ms=2, multiaddrs=("/ip4/127.0.0.1/tcp/1",),
-        http_url="http://127.0.0.1:8080", software="1.0",
+        http_url="https://127.0.0.1:8080", tls_fingerprint=D, software="1.0",
     ),
-    OriginNotice(run_id=D, relay=KEY, issued_at_ms=1, http_url="https://[::1]:8080/x", token="t" * 16),
+    OriginNotice(run_id=D, relay=KEY, issued_at_ms=1, http_url="https://[::1]:8080/x", tls_fingerprint=D, token="t" * 16),
+    Hello(run=D, relay=KEY, nonce=b"n" * 56),
     CheckpointManifest(
         run_id=D, step=1, issued_at_ms=1, shard_bytes=4096, sha256=D, shards=(D, D),
         files=(CheckpointFile(name="config.json", size=10, sha256=D), CheckpointFile(name="a.st", size=5, sha256=D)),
@@ -125,11 +127,14 @@ def test_checkpoint_files_stay_in_their_directory(name):
 
 @pytest.mark.parametrize(
     "url",
-    ["", "ftp://host", "file:///etc/passwd", "http://", "http://a b", "http://host\r\nX: y", "http://host\n"],
+    [
+        *("", "ftp://host", "file:///etc/passwd", "https://", "https://a b", "https://host\r\nX: y", "https://host\n"),
+        "http://host",
+    ],
     ids=repr,
 )
-def test_urls_are_http_without_white_space(url):
-    """A relay advertises a URL that reads local files or smuggles a header."""
+def test_urls_are_https_without_white_space(url):
+    """A relay advertises a URL that reads local files, smuggles a header, or has tokens sent in clear."""
     refused("relay-advert", "http_url", http_url=url)
     refused("origin-notice", "http_url", http_url=url)
 

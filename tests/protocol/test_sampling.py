@@ -65,6 +65,16 @@ def test_a_row_depends_on_its_own_keys_alone():
     assert gumbel(keys[0], 17).dtype == np.float32
 
 
+@pytest.mark.parametrize("vocab_size", [1, 58, 8191, 8192, 16384, 16385])
+def test_rows_computed_together_are_those_computed_alone(vocab_size):
+    """Small vocabularies share a tile of the computation; neither noise nor margins may show where it ends."""
+    keys = position_keys(BOB, 3 * 16384 // vocab_size + 2 if vocab_size > 57 else 20)
+    alone = [gumbel(row, vocab_size) for row in keys]
+    assert np.array_equal(gumbel_rows(keys, vocab_size), alone)
+    logits, tokens = np.zeros((len(keys), vocab_size), np.float32), np.zeros(len(keys), np.int64)
+    assert margins(logits, tokens, keys=keys, temperature=1.0).tolist() == [row.max() - row[0] for row in alone]
+
+
 def test_noise_is_gumbel_distributed():
     noise = gumbel_rows(position_keys(ALICE, 24), VOCABULARY).astype(np.float64)
     assert noise.mean() == pytest.approx(0.5772156649, abs=5 * math.sqrt(math.pi**2 / 6 / noise.size))

@@ -5,23 +5,38 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocol import toploc, toploc_numpy
 from protocol.errors import ConfigError, MalformedError, ModelError
 from protocol.toploc import (
     MIN_MODULUS,
     NO_MATCH,
     ChunkResult,
     bf16_patterns,
+    build_chunks,
     build_proofs,
     check_proof_shape,
     encode_points,
     proof_bytes,
     proof_count,
+    verify_chunks,
     verify_proofs,
 )
 
 P = 65497
 PERFECT = ChunkResult(0, 0.0, 0.0)
 WIDTH = 64
+
+
+@pytest.fixture(scope="module", params=["native", "numpy"], autouse=True)
+def kernel(request):
+    """Every test runs on both arithmetics."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "numpy":
+            patch.setattr(toploc, "_kernel", toploc_numpy)
+        elif toploc.backend() == "numpy":
+            pytest.skip("the compiled kernel is not installed")
+        yield
+        assert toploc.backend() == request.param
 
 
 def reference_proof(indices, values):
@@ -128,6 +143,38 @@ def test_many_chunks_equal_one_at_a_time():
     assert set(verify_proofs(patterns, single, 16)) == {PERFECT}
 
 
+def test_chunks_of_several_rollouts_are_proved_in_one_call():
+    patterns = bf16_patterns(peaked(4, tokens=5 * 11, width=8)).reshape(5, 11, 8)
+    assert build_chunks(patterns, 16) == [build_proofs(chunk, 16)[0] for chunk in patterns]
+    assert build_chunks(patterns[::2, :3], 16) == [build_proofs(chunk[:3], 16)[0] for chunk in patterns[::2]]
+    assert build_chunks(patterns[:0], 16) == []
+
+
+def test_chunks_of_several_rollouts_are_verified_in_one_call():
+    chunks = bf16_patterns(peaked(4, tokens=5 * 11, width=8)).reshape(5, 11, 8)
+    proofs = build_chunks(chunks, 16)
+    assert verify_chunks(chunks, proofs, 16) == [PERFECT] * 5
+    swapped = [proofs[1], proofs[0], *proofs[2:]]
+    one_by_one = [verify_proofs(chunk, [proof], 16)[0] for chunk, proof in zip(chunks, swapped, strict=True)]
+    assert verify_chunks(chunks, swapped, 16) == one_by_one != [PERFECT] * 5
+    assert verify_chunks(chunks[:0], [], 16) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda proofs: proofs[:-1], "4 proofs for 5 chunks"),
+        (lambda proofs: [*proofs[:4], b""], "proof 4 has 0 bytes"),
+        (lambda proofs: [*proofs[:4], bytes(34)], "proof 4 has modulus 0"),
+        (lambda proofs: [*proofs[:4], proofs[4][:-2] + b"\xff\xff"], "proof 4 has a coefficient outside"),
+    ],
+)
+def test_hostile_proofs_of_chunks_are_refused_with_a_reason(change, reason):
+    chunks = bf16_patterns(peaked(4, tokens=5 * 11, width=8)).reshape(5, 11, 8)
+    with pytest.raises(MalformedError, match=reason):
+        verify_chunks(chunks, change(build_chunks(chunks, 16)), 16)
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 70), st.sampled_from([1, 3, 40]), st.integers(1, 130))
 def test_honest_proofs_have_no_mismatch(seed, tokens, width, top_k):
@@ -152,6 +199,11 @@ def test_no_modulus_is_an_error_that_names_the_setting():
     with pytest.raises(ConfigError, match="no modulus") as caught:
         encode_points(every_difference, [1] * len(every_difference))
     assert "top_k" in caught.value.hint
+
+
+def test_more_points_than_the_field_has_are_an_error_before_any_work():
+    with pytest.raises(ConfigError, match="no modulus"):
+        build_proofs(np.zeros((32, 2048), np.uint16), P + 1)
 
 
 def test_small_drift_is_measured_and_accepted():
@@ -302,6 +354,12 @@ def test_bf16_is_the_nearest_value(values):
 def test_states_of_another_shape_or_type_are_the_engines_fault(bad):
     with pytest.raises(ModelError, match="hidden states"):
         build_proofs(bad, 128)
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (1, 0, 4), (1, 4, 0)])
+def test_chunks_of_another_shape_are_the_engines_fault(shape):
+    with pytest.raises(ModelError, match="chunks must be"):
+        build_chunks(np.zeros(shape, np.uint16), 128)
 
 
 def test_top_k_of_zero_is_a_wrong_setting():

@@ -92,3 +92,14 @@ def test_huge_and_deep_files_are_config_errors(data):
 def test_reading_a_recipe_does_not_import_torch():
     code = "import sys; from trainer.recipe import load_recipe; load_recipe('demo'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_tolerances_are_tables_by_number_format():
+    recipe = load_recipe("demo")
+    assert set(recipe.tolerance) == {"float32", "bfloat16"}
+    with pytest.raises(ConfigError) as caught:
+        parse_recipe(demo_with("max_margin", "max_margn"), origin="mine.toml")
+    assert caught.value.message == "mine.toml: unknown key 'tolerance.float32.max_margn'"
+    assert "tolerance.float32.max_margin" in caught.value.hint
+    with pytest.raises(ConfigError, match="tolerance"):
+        parse_recipe(demo_with("[tolerance.float32]", '[tolerance."float 32"]'))

@@ -1,7 +1,4 @@
-"""`python -m simnet.zoo CHEAT [settings of an inference node]`: a contributor that is honest in all but one thing.
-
-It is the ordinary inference role; only the module of its compute process is another (`simnet.zoo_compute`).
-"""
+"""`python -m simnet.zoo CHEAT [settings of an inference node]`: a contributor that is honest in all but one thing."""
 
 from __future__ import annotations
 
@@ -9,24 +6,30 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from node.config import NodeConfig, describe, resolve
 from node.logs import printable, set_up_logging
 from protocol.errors import NodeError
 from simnet.cheats import CHEATS
 
-COMPUTE_MODULE = "simnet.zoo_compute"
+if TYPE_CHECKING:
+    from node.assembly import InferenceKind
+
+COMPUTE_MODULE = "simnet.zoo.compute"
 _REPEATED = ("bootstrap", "listen")
 _NOT_FLAGS = ("role", "passphrase", "stay")
 
 
 def parse(arguments: Sequence[str]) -> tuple[NodeConfig, list[str]]:
     """The node's settings, and the arguments of its compute module. Raises ConfigError."""
-    parser = argparse.ArgumentParser(prog="python -m simnet.zoo", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "cheat", choices=sorted(CHEATS), help="; ".join(f"{name}: {what}" for name, what in CHEATS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m simnet.zoo",
+        description=__doc__,
+        epilog="cheats:\n" + "\n".join(f"  {name:28} {what}" for name, what in CHEATS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("cheat", choices=sorted(CHEATS), metavar="CHEAT", help="What it lies about; listed below.")
     parser.add_argument("--cheat-seed", type=int, default=0, help="Seed of what the cheat draws.")
     parser.add_argument("--config", type=Path, default=None, help="TOML file of settings.")
     for name in NodeConfig.__struct_fields__:
@@ -47,10 +50,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         set_up_logging(config.log_level)
         from node.app import run_node
 
-        return run_node(config, compute_module=COMPUTE_MODULE, compute_args=compute_args)
+        return run_node(config, kind=kind_of(compute_args[0], compute_args))
     except NodeError as error:
         sys.stderr.write(f"error: {printable(str(error))}\n")
         return error.exit_code
+
+
+def kind_of(cheat: str, compute_args: Sequence[str]) -> InferenceKind:
+    """An inference node with another role, or another compute process, by what the cheat lies to."""
+    from node.assembly import InferenceKind
+    from simnet.zoo.roles import ROLES
+
+    if cheat in ROLES:
+        return InferenceKind(new_role=ROLES[cheat])
+    return InferenceKind(module=COMPUTE_MODULE, args=compute_args)
 
 
 def _flag(name: str) -> str:

@@ -1,0 +1,213 @@
+"""The relay's door: who gets in, how often, and how much they may carry.
+
+A node proves its key once (`POST /v1/hello`), then shows a token that is bound to it. Every other request but
+`GET /v1/info` needs one, and from the key follows what its holder is: the run's trainer, a validator, evicted, or a
+contributor like all others. Rates hold back identities and addresses; a budget of bytes a day ends bulk, never control.
+Asyncio code on the HTTP thread; its tables are bounded.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from node.relay.desk import RelayDesk
+from node.relay.store import RelayStore
+from p2p.http import msgpack_response, read_body
+from p2p.limits import Buckets, DailyBudget, Rate
+from p2p.tokens import TokenMint
+from protocol.envelope import open_envelope
+from protocol.errors import MalformedError, RefusedError
+from protocol.identity import PeerId
+from protocol.records import Hello
+
+log = logging.getLogger(__name__)
+
+HELLO: Final = "/v1/hello"
+OPEN: Final = ("/v1/info", HELLO)
+BUDGET: Final = "traffic"
+"""Document of the store: day and bytes, so that a relay that starts again today goes on with today's budget."""
+HELLO_COST: Final = 5
+"""A hello's signature costs as much as several requests."""
+MAX_HELLO_BYTES: Final = 4096
+HELLO_TIMEOUT_S: Final = 5.0
+REQUEST_BURST_S: Final = 5.0
+BYTES_BURST_S: Final = 8.0
+"""A burst may be as much as this long brings at the steady rate."""
+
+_BULK: Final = frozenset(
+    {("checkpoints", "shards"), ("checkpoints", "packed"), ("checkpoints", "patches"), ("submissions", "file")}
+)
+_PEER: Final = web.RequestKey("peer", PeerId)
+
+
+@dataclass(frozen=True)
+class DoorLimits:
+    """What node.config lets an operator set; 0 is no limit. Rates are a second's, in the long run."""
+
+    requests_per_s: float = 0.0
+    """Of one identity, as the next two; trainer and validators are exempt."""
+    bytes_per_s: float = 0.0
+    upload_bytes_per_s: float = 0.0
+    address_requests_per_s: float = 0.0
+    address_bytes_per_s: float = 0.0
+    bytes_per_day: int = 0
+    allow: frozenset[PeerId] = field(default_factory=frozenset)
+    """Who gets in beside trainer and validators; empty: everyone."""
+
+
+NO_LIMITS: Final = DoorLimits()
+
+
+class Door:
+    """Middleware and the hello route of one relay. `on_answer` charges answers: give it to the HttpServer too."""
+
+    def __init__(self, desk: RelayDesk, store: RelayStore, limits: DoorLimits) -> None:
+        self._desk = desk
+        self._mint = TokenMint(desk.peer_id, desk.run.digest)
+        self._allow = limits.allow
+        self._requests = Buckets(Rate.with_burst(limits.requests_per_s, REQUEST_BURST_S))
+        self._bytes = Buckets(Rate.with_burst(limits.bytes_per_s, BYTES_BURST_S))
+        self._uploads = Buckets(Rate.with_burst(limits.upload_bytes_per_s, BYTES_BURST_S))
+        self._address_requests = Buckets(Rate.with_burst(limits.address_requests_per_s, REQUEST_BURST_S))
+        self._address_bytes = Buckets(Rate.with_burst(limits.address_bytes_per_s, BYTES_BURST_S))
+        self.budget = DailyBudget(limits.bytes_per_day)
+        if (spent := store.document(BUDGET)) is not None:
+            self.budget.restore(*msgspec.msgpack.decode(spent, type=tuple[int, int]))
+        self.refusals = 0
+        """Requests turned away since start."""
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.post(HELLO, self._hello)]
+
+    @staticmethod
+    def peer(request: web.Request) -> PeerId:
+        """Whose request it is: proved."""
+        return request[_PEER]
+
+    async def admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Let a request through or refuse it. Raises RefusedError, ProtocolError."""
+        try:
+            self._check(request)
+        except RefusedError:
+            self.refusals += 1
+            raise
+        return await handler(request)
+
+    async def on_answer(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Charge an answer to whom it is for, before its first byte: who is in debt waits before the next one."""
+        size = response.content_length or 0
+        self.budget.spend(size)
+        self._address_bytes.charge(address_key(request), size)
+        if _PEER in request:
+            self._bytes.charge(self.peer(request), size)
+
+    def save_budget(self, store: RelayStore) -> None:
+        """Remember what was sent today; blocks on the disk."""
+        store.set_document(BUDGET, msgspec.msgpack.encode(self.budget.spent))
+
+    def charge_upload(self, peer: PeerId, size: int) -> None:
+        """Charge a file before its first byte. Raises RefusedError while earlier ones are not paid off."""
+        if not self._is_staff(peer):
+            self._require("bytes handed in", self._uploads.wait_s(peer))
+            self._uploads.charge(peer, size)
+
+    def _check(self, request: web.Request) -> None:
+        address = address_key(request)
+        cost = HELLO_COST if request.path == HELLO else 1
+        self._take("requests from this address", self._address_requests, address, cost)
+        if request.path in OPEN:
+            return
+        peer = self._mint.holder(request.headers.get("Authorization", ""))
+        self._refuse(peer)
+        if not self._is_staff(peer):
+            self._take("requests", self._requests, peer, 1)
+        if is_bulk(request.path):
+            self._check_bulk(peer, address)
+        request[_PEER] = peer
+
+    def _check_bulk(self, peer: PeerId, address: str) -> None:
+        wait_s = self.budget.wait_s()
+        if wait_s:
+            raise RefusedError(
+                "this relay has sent all that it may send today",
+                code="over-budget",
+                hint="ask another relay for checkpoints and files until midnight UTC",
+                retry_after_s=wait_s,
+            )
+        self._require("bytes to this address", self._address_bytes.wait_s(address))
+        if not self._is_staff(peer):
+            self._require("bytes", self._bytes.wait_s(peer))
+
+    def _refuse(self, peer: PeerId) -> None:
+        """Turn away who is out for good, or was never let in."""
+        self._desk.refuse_evicted(peer)
+        if self._allow and peer not in self._allow and not self._is_staff(peer):
+            raise RefusedError(
+                f"{peer.short} is not on this relay's list",
+                code="not-allowed",
+                hint=f"ask the relay's operator to add {peer} to `allow`, or use another relay",
+            )
+
+    def _is_staff(self, peer: PeerId) -> bool:
+        manifest = self._desk.manifest
+        if manifest is None:
+            return peer == self._desk.run.operator
+        return peer == manifest.record.trainer_id or peer in manifest.record.validator_ids
+
+    def _take(self, what: str, buckets: Buckets, key: PeerId | str, amount: float) -> None:
+        self._require(what, buckets.wait_s(key, amount))
+        buckets.charge(key, amount)
+
+    def _require(self, what: str, wait_s: float) -> None:
+        if wait_s > 0:
+            raise RefusedError(
+                f"too many {what}",
+                code="too-many-requests",
+                hint="nothing to do: a node waits as long as it is told",
+                retry_after_s=wait_s,
+            )
+
+    async def _hello(self, request: web.Request) -> web.Response:
+        """A key gets a challenge; its signature under the challenge gets a token."""
+        body = await read_body(request, max_bytes=MAX_HELLO_BYTES, timeout_s=HELLO_TIMEOUT_S)
+        try:
+            said = msgspec.msgpack.decode(body, type=_Said)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise MalformedError(f"neither a key nor a hello: {str(error)[:100]}") from error
+        if not said.hello:
+            self._refuse(PeerId(said.key))
+            return msgpack_response({"nonce": self._mint.challenge(said.key)})
+        peer = self._mint.check_hello(open_envelope(said.hello, Hello))
+        self._refuse(peer)
+        return msgpack_response({"token": self._mint.token(peer), "valid_s": self._mint.token_s})
+
+
+class _Said(msgspec.Struct, forbid_unknown_fields=True):
+    key: bytes = b""
+    hello: bytes = b""
+
+
+def is_bulk(path: str) -> bool:
+    """Whether a request is for checkpoints' or submissions' contents: what a daily budget is for."""
+    _, *parts = path.split("/")
+    return len(parts) >= 4 and (parts[1], parts[3]) in _BULK
+
+
+def address_key(request: web.Request) -> str:
+    """Whose rate a request counts for: an IPv4 address, or the /64 that an IPv6 address is one of."""
+    text = (request.remote or "").partition("%")[0]
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return text
+    if isinstance(address, ipaddress.IPv6Address):
+        mapped = address.ipv4_mapped
+        return str(mapped or ipaddress.ip_network((address, 64), strict=False))
+    return str(address)

@@ -1,0 +1,242 @@
+"""The HTTP server: aiohttp on p2p.bridge's thread, run in a trio nursery, closed to those who hold connections idle.
+
+Connections are counted by address before TLS begins, and every stage has a deadline: handshake, headers, body (where it
+is read), answer. So slow and silent peers cost the others nothing, and each costs this node a bounded time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+import trio
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from p2p.bridge import AioThread
+from p2p.http.answers import MAX_BODY_BYTES, answer_errors
+from p2p.http.files import TLS_PIECE_BYTES
+from p2p.http.listen import listening_socket
+from p2p.tls import Certificate
+from protocol.errors import NodeError
+
+log = logging.getLogger(__name__)
+
+IDLE_TIMEOUT_S: Final = 30.0
+"""A connection that sends no whole request for this long is closed."""
+HANDSHAKE_TIMEOUT_S: Final = 10.0
+ANSWER_TIMEOUT_S: Final = 30.0
+MIN_ANSWER_BYTES_PER_S: Final = 16 << 10
+"""Slower readers of an answer are cut off; files have a deadline for each piece (p2p.http.files)."""
+SHUTDOWN_S: Final = 1.0
+ACCEPT_PAUSE_S: Final = 1.0
+MAX_CONNECTIONS: Final = 768
+MAX_CONNECTIONS_PER_HOST: Final = 512
+
+OnAnswer = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
+
+
+class BoundAddress(NamedTuple):
+    """Where a server listens."""
+
+    host: str
+    port: int
+    scheme: str = "http"
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}"
+
+
+class HttpServer:
+    """Serves `routes` on one address. `run` is started in a nursery; cancelling it closes the server within seconds.
+
+    Give port 0 for any free port; with a `certificate` it speaks TLS and nothing else. `middlewares` are aiohttp's
+    (`@web.middleware`); they see a request before its handler does, and may raise this program's errors as handlers
+    may. `on_answer` is called when an answer's length is known and before its first byte.
+    """
+
+    def __init__(
+        self,
+        aio: AioThread,
+        routes: Iterable[web.AbstractRouteDef],
+        *,
+        host: str,
+        port: int,
+        certificate: Certificate | None = None,
+        middlewares: Iterable[Middleware] = (),
+        on_answer: OnAnswer | None = None,
+        max_connections: int = MAX_CONNECTIONS,
+        max_connections_per_host: int = MAX_CONNECTIONS_PER_HOST,
+        idle_timeout_s: float = IDLE_TIMEOUT_S,
+        handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
+        answer_timeout_s: float = ANSWER_TIMEOUT_S,
+    ) -> None:
+        self._aio = aio
+        self._routes = list(routes)
+        self._middlewares = [_send_within(answer_timeout_s), answer_errors, *middlewares]
+        self._host, self._port = host, port
+        self._certificate = certificate
+        self._on_answer = on_answer
+        self._limits = _Limits(max_connections, max_connections_per_host, handshake_timeout_s)
+        self._idle_timeout_s = idle_timeout_s
+
+    async def run(self, *, task_status: trio.TaskStatus[BoundAddress] = trio.TASK_STATUS_IGNORED) -> None:
+        """Listen until cancelled; the task status gives the bound address. Raises PortError."""
+        sock = await trio.to_thread.run_sync(listening_socket, self._host, self._port)
+        host, port = sock.getsockname()[:2]
+        address = BoundAddress(host, port, "http" if self._certificate is None else "https")
+        try:
+            with trio.CancelScope(shield=True):  # quick; a cancelled start would leave a server behind
+                acceptor, runner = await self._aio.run(self._start, sock)
+        except BaseException:
+            sock.close()
+            raise
+        try:
+            task_status.started(address)
+            await trio.sleep_forever()
+        finally:
+            with trio.move_on_after(SHUTDOWN_S + 5, shield=True):
+                await self._aio.run(_stop, acceptor, runner)
+
+    async def _start(self, sock: socket.socket) -> tuple[_Acceptor, web.AppRunner]:
+        app = web.Application(middlewares=self._middlewares, client_max_size=MAX_BODY_BYTES)
+        app.add_routes(self._routes)
+        if self._on_answer is not None:
+            app.on_response_prepare.append(self._on_answer)
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            handle_signals=False,
+            keepalive_timeout=self._idle_timeout_s,
+            lingering_time=2.0,
+            shutdown_timeout=SHUTDOWN_S,
+        )
+        await runner.setup()
+        server = runner.server
+        if server is None:
+            raise NodeError("the HTTP server did not start")
+        tls = None if self._certificate is None else self._certificate.server_context()
+        return _Acceptor(server, sock, tls, self._limits), runner
+
+
+async def _stop(acceptor: _Acceptor, runner: web.AppRunner) -> None:
+    await acceptor.close()
+    transports = acceptor.transports()
+    await runner.cleanup()
+    for transport in transports:
+        transport.abort()  # under TLS it still waits for the client's goodbye, which nobody needs any more
+    await asyncio.sleep(0)
+
+
+class _Limits(NamedTuple):
+    connections: int
+    per_host: int
+    handshake_timeout_s: float
+
+
+class _Acceptor:
+    """Takes connections, counts them by address before anything is read, and hands them to aiohttp."""
+
+    def __init__(self, server: web.Server, sock: socket.socket, tls: ssl.SSLContext | None, limits: _Limits) -> None:
+        self._server = server
+        self._sock = sock
+        self._tls = tls
+        self._limits = limits
+        self._arriving: dict[asyncio.Task[None], tuple[str, web.RequestHandler]] = {}
+        self._accepting = asyncio.get_running_loop().create_task(self._accept_loop())
+
+    def transports(self) -> list[asyncio.Transport]:
+        return [each.transport for each in self._server.connections if each.transport is not None]
+
+    async def close(self) -> None:
+        tasks = [self._accepting, *self._arriving]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=SHUTDOWN_S)
+        self._sock.close()
+
+    async def _accept_loop(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, address = await loop.sock_accept(self._sock)
+            except OSError as error:  # no file descriptor or memory is left: those who are here go on
+                log.warning("accept error=%r pause_s=%.0f", str(error), ACCEPT_PAUSE_S)
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue
+            host = str(address[0])
+            if self._is_full(host):
+                connection.close()
+            else:
+                protocol = self._server()
+                task = loop.create_task(self._welcome(connection, protocol))
+                self._arriving[task] = host, protocol
+                task.add_done_callback(self._arriving.pop)
+            await asyncio.sleep(0)  # an accept that need not wait does not let others run
+
+    async def _welcome(self, connection: socket.socket, protocol: asyncio.Protocol) -> None:
+        loop = asyncio.get_running_loop()
+        deadlines: dict[str, float] = {}
+        if self._tls is not None:
+            deadlines = {"ssl_handshake_timeout": self._limits.handshake_timeout_s, "ssl_shutdown_timeout": SHUTDOWN_S}
+        with suppress(OSError, TimeoutError):  # whoever cannot greet is gone; ssl's errors are OSErrors
+            await loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._tls, **deadlines)
+
+    def _is_full(self, host: str) -> bool:
+        connections = self._server.connections
+        arriving = [each for each, protocol in self._arriving.values() if protocol.transport is None]
+        total = len(connections) + len(arriving)
+        if total >= self._limits.connections:
+            return True
+        if total < self._limits.per_host:
+            return False
+        held = sum(_peer_host(each.transport) == host for each in connections)
+        return held + arriving.count(host) >= self._limits.per_host
+
+
+def _peer_host(transport: asyncio.BaseTransport | None) -> str:
+    name = transport.get_extra_info("peername") if transport is not None else None
+    return str(name[0]) if name else ""
+
+
+def _send_within(timeout_s: float) -> Middleware:
+    """Cut off a client that does not take its answer (aiohttp would wait for ever), and let one go that is gone."""
+
+    @web.middleware
+    async def send_within(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            response = await handler(request)
+            if response.prepared:
+                return response
+            async with asyncio.timeout(timeout_s + (response.content_length or 0) / MIN_ANSWER_BYTES_PER_S):
+                return await _send(request, response)
+        except (TimeoutError, ConnectionError) as error:
+            log.debug("connection from=%s cut off: %s", request.remote, error or "it did not take its answer")
+            if request.transport is not None:
+                request.transport.abort()
+            return web.Response()  # nobody gets it; an error here would be a traceback in the log for each such peer
+
+    return send_within
+
+
+async def _send(request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+    body = response.body if isinstance(response, web.Response) else None
+    if request.method == "HEAD" or not isinstance(body, bytes) or len(body) <= TLS_PIECE_BYTES:
+        await response.prepare(request)
+        await response.write_eof()
+        return response
+    # asyncio's TLS takes any single write, however large, for written at once: only pieces make it wait for the client
+    pieces = web.StreamResponse(status=response.status, headers=response.headers)
+    pieces.content_length = len(body)
+    await pieces.prepare(request)
+    for at in range(0, len(body), TLS_PIECE_BYTES):
+        await pieces.write(body[at : at + TLS_PIECE_BYTES])
+    await pieces.write_eof()
+    return pieces

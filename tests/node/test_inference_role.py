@@ -1,0 +1,139 @@
+"""What a contributor generates, and with which policy: the order that the ledger takes, whatever it hears or holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from factories import make_head, make_manifest, make_submission, sealed
+
+from node.inference.outbox import Outbox
+from node.inference.role import HeldPolicy, InferenceParts, InferenceRole
+from node.status import StatusBoard
+from protocol.envelope import Signed
+from protocol.identity import Identity
+from protocol.records import Head
+
+ALICE, OPERATOR = Identity.from_phrase("alice"), Identity.from_phrase("operator")
+MANIFEST = sealed(make_manifest(), OPERATOR)
+
+
+class FakeSwarm:
+    """Says the heads that a test has it say; no relay is near."""
+
+    def __init__(self, **head: Any) -> None:
+        self.manifest = MANIFEST
+        self._changed = trio.Event()
+        self._sequence = 0
+        self.head = self.say(**head)
+
+    def say(self, **head: Any) -> Signed[Head]:
+        self._sequence += 1
+        self.head = make_head(MANIFEST.id, self._sequence, collecting=True, **head)
+        self._changed.set()
+        self._changed = trio.Event()
+        return self.head
+
+    async def wait_head(self, after: int) -> Signed[Head]:
+        while self.head.record.sequence <= after:
+            await self._changed.wait()
+        await trio.lowlevel.checkpoint()
+        return self.head
+
+    async def wait_evicted(self) -> str:
+        await trio.sleep_forever()
+        raise AssertionError
+
+    def choose_relay(self, **_: object) -> None:
+        return None
+
+
+class FakePolicies:
+    """Complete policies by step."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = list(steps)
+
+    def newest(self, oldest_step: int) -> tuple[int, bytes, Path] | None:
+        held = [step for step in self.steps if step >= oldest_step]
+        return (max(held), bytes([max(held)]) * 32, Path()) if held else None
+
+
+class SilentFeeds:
+    async def next(self) -> None:
+        await trio.sleep_forever()
+
+
+class Recorder(InferenceRole):
+    """Signs at once for whatever it would generate, and notes step, index and policy."""
+
+    def __init__(self, parts: InferenceParts, made: trio.MemorySendChannel[tuple[int, int, int]]) -> None:
+        super().__init__(parts)
+        self._made = made
+
+    async def produce(self, head: Head, policy: HeldPolicy) -> None:
+        index = self._p.outbox.next_index(head.step)
+        work = make_submission(ALICE, MANIFEST.id, step=head.step, index=index, checkpoint_step=policy.step)
+        self._p.outbox.add(work, self.file(head.step, index))
+        await self._made.send((head.step, index, policy.step))
+
+
+@pytest.fixture
+def outbox(tmp_path: Path) -> Outbox:
+    return Outbox(tmp_path / "outbox.sqlite")
+
+
+@pytest.fixture
+def start(tmp_path: Path, outbox: Outbox, nursery: trio.Nursery) -> Any:
+    """Start a contributor; gives what it generates, submission by submission, and its board."""
+
+    def started(swarm: Any, policies: Any) -> tuple[trio.MemoryReceiveChannel[tuple[int, int, int]], StatusBoard]:
+        board = StatusBoard(role="inference", peer_id=ALICE.peer_id, run="test")
+        compute: Any = None
+        feeds: Any = SilentFeeds()
+        parts = InferenceParts(ALICE, swarm, policies, compute, outbox, feeds, board, tmp_path / "work")
+        sender, receiver = trio.open_memory_channel[tuple[int, int, int]](0)
+        nursery.start_soon(Recorder(parts, sender).run)
+        return receiver, board
+
+    return started
+
+
+def has_used(outbox: Outbox, *, step: int, policy: int, index: int = 0) -> None:
+    outbox.add(make_submission(ALICE, MANIFEST.id, step=step, index=index, checkpoint_step=policy), Path("gone"))
+
+
+async def test_after_a_restart_no_older_policy_is_used_than_before(autojump_clock, outbox, start) -> None:
+    """The newest policy is not on the disk any more, an older one that the run still takes is."""
+    has_used(outbox, step=3, policy=3)
+    swarm, policies = FakeSwarm(step=3, checkpoint_step=3, oldest_checkpoint_step=1), FakePolicies(2)
+    made, board = start(swarm, policies)
+    with trio.fail_after(60):
+        await trio.testing.wait_all_tasks_blocked()
+        assert "checkpoint 3 from the relays" in board.snapshot()["waiting_for"]
+        policies.steps.append(3)
+        swarm.say(step=3, checkpoint_step=3, oldest_checkpoint_step=1)
+        assert await made.receive() == (3, 1, 3)
+
+
+async def test_an_older_policy_that_the_run_takes_is_used_by_one_that_used_no_newer(
+    autojump_clock, outbox, start
+) -> None:
+    has_used(outbox, step=2, policy=2)
+    made, _ = start(FakeSwarm(step=3, checkpoint_step=3, oldest_checkpoint_step=1), FakePolicies(1, 2))
+    with trio.fail_after(60):
+        assert await made.receive() == (3, 0, 2)
+
+
+async def test_a_head_that_is_behind_makes_no_work(autojump_clock, outbox, start) -> None:
+    """After a restart, the only relay that answers lags a step."""
+    has_used(outbox, step=4, policy=3)
+    swarm = FakeSwarm(step=3, checkpoint_step=3)
+    made, board = start(swarm, FakePolicies(3, 4))
+    with trio.fail_after(60):
+        await trio.testing.wait_all_tasks_blocked()
+        assert "step 4" in board.snapshot()["waiting_for"]
+        swarm.say(step=4, checkpoint_step=4)
+        assert await made.receive() == (4, 1, 4)

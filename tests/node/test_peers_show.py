@@ -1,0 +1,71 @@
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from node.peers_show import describe_discovery, print_discovery
+from protocol.errors import DataDirError
+
+DISCOVERY = {
+    "serves": True,
+    "multiaddrs": ["/ip4/203.0.113.7/tcp/8471/p2p/me"],
+    "bootstrap": ["/ip4/203.0.113.8/tcp/8471: connected for 5 s"],
+    "reachability": "reachable: 2 other relays dialled it",
+    "peers": [
+        {"peer_id": "peer", "addresses": ["/dns4/\x1b[31mevil/tcp/1"], "connected": True, "silent_s": 3, "failures": 0}
+    ],
+    "misdeeds": [{"peer_id": "bad", "score": 40.0, "misdeeds": {"garbage": 2}, "banned_for_s": 0, "why": ""}],
+    "worst_lag_s": 2.5,
+}
+
+
+@pytest.fixture
+def node(tmp_path):
+    """Serves a status that a test may change, as a running node would."""
+    status = {"role": "relay", "peer_id": "me", "run": "operator/run", "details": {"discovery": DISCOVERY}}
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(status).encode())
+
+        def log_message(self, *args):
+            return
+
+    server = HTTPServer(("127.0.0.1", 0), Answer)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    (tmp_path / "status.url").write_text(f"http://127.0.0.1:{server.server_port}/status\n")
+    yield tmp_path, status
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_what_a_node_knows_is_shown(node, capsys):
+    data_dir, _ = node
+    print_discovery(describe_discovery(data_dir))
+    shown = capsys.readouterr().out
+    for text in ("reachable: 2 other relays", "connected for 5 s", "2 × garbage", "2.5 s late", "3 s ago"):
+        assert text in shown
+
+
+def test_control_characters_of_strangers_are_not_printed(node, capsys):
+    """Attack: an address that would drive the terminal."""
+    data_dir, _ = node
+    print_discovery(describe_discovery(data_dir))
+    assert "\x1b[31mevil" not in capsys.readouterr().out
+
+
+def test_node_that_has_not_started_discovery(node, capsys):
+    data_dir, status = node
+    status["details"] = {}
+    print_discovery(describe_discovery(data_dir))
+    assert "not started discovery" in capsys.readouterr().out
+
+
+def test_directory_without_a_node_is_named(tmp_path):
+    with pytest.raises(DataDirError, match="no node runs in"):
+        describe_discovery(tmp_path)

@@ -1,0 +1,276 @@
+"""A validator among relays: every submission gets a verdict with a reason, whatever it is and whatever breaks."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from factories import make_tolerance
+from relay_world import MANIFEST, submission_of
+from validator_world import World, accepting, publish, world
+
+from node.feeds import Feeds
+from node.inference.outbox import Outbox
+from node.validator import draws, role
+from protocol.draw import beacon_of, check_rate, is_drawn, is_first_after
+from protocol.envelope import Signed, open_envelope
+from protocol.errors import RefusedError
+from protocol.identity import Identity
+from protocol.ledger import LedgerState, open_entry
+from protocol.records import Head, Receipt, Submission, Verdict
+
+ALICE, BOB, DAVE = (Identity.from_phrase(name) for name in ("alice", "bob", "dave"))
+ROUNDS = [(step, index) for step in (0, 1) for index in range(4)]
+
+
+async def enter(made: World, *submissions: Signed[Submission]) -> None:
+    """Put submissions and their verdicts into the ledger, as the trainer does."""
+    for submission in submissions:
+        await made.verdict(submission)
+        feed = await made.client().feed(0, kinds=[Verdict.KIND])
+        verdict = next(item.signed for item in feed if item.signed.record.submission == submission.id)
+        made.trainer.ledger.append([submission.data, verdict.data])
+
+
+async def test_every_draw_of_a_run_can_be_made_again_from_public_records(tmp_path: Path) -> None:
+    """From the relay's feed and ledger alone: who was drawn, at which rate, by which beacon."""
+    with trio.fail_after(60):
+        async with world(tmp_path) as made:
+            for count, (step, index) in enumerate(ROUNDS, 1):
+                handed_in = [await made.submit(who, index, step=step) for who in (ALICE, BOB, DAVE)]
+                await made.until_noticed(3 * count)
+                made.trainer.beat()
+                await enter(made, *handed_in)
+            made.trainer.beat()
+            feed = await made.client().feed(0)
+            entries = [entry.data for entry in await made.client().ledger(0)]
+            computed = {(one.step, one.sha256) for one in made.compute.asked}
+    receipts = {item.signed.id: item.receipt for item in feed if item.receipt}
+    verdicts = [item.signed.record for item in feed if isinstance(item.signed.record, Verdict)]
+    assert len(verdicts) == 3 * len(ROUNDS)
+    outcomes = [draw_again(verdict, receipts, entries) for verdict in verdicts]
+    assert outcomes == [verdict.draw.drawn for verdict in verdicts]
+    submissions = {item.signed.id: item.signed.record for item in feed if item.receipt}
+    drawn = {submissions[verdict.submission] for verdict in verdicts if verdict.draw.drawn}
+    assert computed == {(one.step, one.sha256) for one in drawn}
+    by_beacon = [verdict for verdict in verdicts if verdict.draw.beacon]
+    assert len(by_beacon) >= 9  # from the fourth submission on, but for heads that came before their submission
+    assert {verdict.draw.drawn for verdict in by_beacon} == {True, False}
+
+
+def draw_again(verdict: Verdict, receipts: dict[bytes, Signed[Receipt]], entries: list[bytes]) -> bool:
+    """Whether a submission had to be checked in full, from what anybody can ask a relay for."""
+    contributor = next(open_entry(entry).author for entry in entries if open_entry(entry).id == verdict.submission)
+    if not verdict.draw.beacon:  # nobody is excused without one
+        return True
+    beacon = open_envelope(verdict.draw.beacon, Head).require_author(MANIFEST.record.trainer_id)
+    assert is_first_after(beacon.record, receipts[verdict.submission].record)
+    state = LedgerState(MANIFEST.id, MANIFEST.record)
+    for entry in entries[: beacon.record.ledger_length]:
+        state.apply(entry)
+    assert state.tip == beacon.record.ledger_tip
+    rate = check_rate(state.record(contributor, state.length), MANIFEST.record.checks)
+    assert rate == verdict.draw.rate
+    return is_drawn(beacon_of(beacon), verdict.submission, rate=rate)
+
+
+async def test_newcomers_are_checked_in_full_without_waiting_for_a_beacon(tmp_path: Path) -> None:
+    with trio.fail_after(20):
+        async with world(tmp_path) as made:
+            submission = await made.submit(ALICE, 0)
+            verdict = await made.verdict(submission)
+            assert (verdict.draw.drawn, verdict.draw.rate, verdict.draw.why) == (True, 1.0, "newcomer")
+            assert [one.sha256 for one in made.compute.asked] == [submission.record.sha256]
+
+
+async def test_policy_that_goes_back_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
+    """Grinding: a contributor has used a newer policy, and hands in what an older one gave."""
+    newer = {"step": 1, "checkpoint_step": 1, "checkpoint": b"n" * 32}
+    with trio.fail_after(20):
+        async with world(tmp_path) as made:
+            made.trainer.ledger.append([submission_of(ALICE, b"before", **newer).data])
+            made.trainer.beat()
+            while ledger_behind(made):  # noqa: ASYNC110 - a file's size gives no event
+                await trio.sleep(0.01)
+            verdict = await made.verdict(await made.submit(ALICE, 1, step=1, checkpoint_step=0))
+            assert (verdict.outcome, verdict.hard) == ("reject", False)
+            assert verdict.reason == "policy: checkpoint 0 after checkpoint 1, which it used at step 1"
+            assert (await made.verdict(await made.submit(BOB, 0, step=1, checkpoint_step=0))).outcome == "accept"
+            assert [one.index for one in made.compute.asked] == [0]
+
+
+async def test_veteran_waits_for_its_beacon_while_others_are_judged(tmp_path: Path) -> None:
+    with trio.fail_after(20):
+        async with world(tmp_path) as made:
+            await make_veteran(made, ALICE)
+            waiting = await made.submit(ALICE, 3)
+            assert (await made.verdict(await made.submit(BOB, 0))).outcome == "accept"
+            assert not made.docket.judged(waiting.id)
+            beacon = made.trainer.beat()
+            verdict = await made.verdict(waiting)
+            assert open_envelope(verdict.draw.beacon, Head).id == beacon.id
+            assert verdict.draw.rate == pytest.approx(2 / 3)
+
+
+async def make_veteran(made: World, who: Identity, accepted: int = 3) -> None:
+    for index in range(accepted):
+        submission = await made.submit(who, index)
+        await made.until_noticed(index + 1)
+        made.trainer.beat()
+        await enter(made, submission)
+    made.trainer.beat()
+    while made.docket.opened(9) or ledger_behind(made):  # noqa: ASYNC110 - a file's size gives no event
+        await trio.sleep(0.01)
+
+
+def ledger_behind(made: World) -> bool:
+    return (made.tmp_path / "copy").stat().st_size < (made.tmp_path / "ledger").stat().st_size
+
+
+async def test_without_a_beacon_everything_is_checked_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer is away, or a relay's receipt names a head that never was."""
+    monkeypatch.setattr(draws, "PATIENCE_S", 0.3)
+    with trio.fail_after(20):
+        async with world(tmp_path) as made:
+            await make_veteran(made, ALICE)
+            verdict = await made.verdict(await made.submit(ALICE, 3))
+            assert (verdict.draw.drawn, verdict.draw.why) == (True, "no beacon came")
+
+
+async def test_checkpoint_that_no_relay_has_is_undecided_at_once_and_holds_up_nobody(tmp_path: Path) -> None:
+    """A contributor names policies that do not exist, again and again."""
+    with trio.fail_after(20):
+        async with world(tmp_path, "carol", "erin") as made:
+            strange = [await made.submit(ALICE, index, checkpoint=bytes([index]) * 32) for index in range(4)]
+            honest = await made.submit(BOB, 0)
+            assert (await made.verdict(honest)).outcome == "accept"
+            for submission in strange:
+                verdict = await made.verdict(submission)
+                assert (verdict.outcome, verdict.hard) == ("undecided", False)
+                assert verdict.reason.startswith("policy: no relay knows the checkpoint")
+
+
+async def test_policy_that_only_a_relay_has_is_fetched(tmp_path: Path) -> None:
+    with trio.fail_after(20):
+        async with world(tmp_path, "carol", "erin") as made:
+            checkpoint = await publish(made.shelves[1], tmp_path / "second", step=1)
+            made.trainer.beat(step=1, checkpoint_step=1)
+            submission = await made.submit(ALICE, 0, step=1, checkpoint_step=1, checkpoint=checkpoint)
+            assert (await made.verdict(submission)).outcome == "accept"
+
+
+async def test_policy_named_with_anothers_step_is_a_lie(tmp_path: Path) -> None:
+    """A contributor passes an old policy off as a newer one, to slip through the staleness bound."""
+    with trio.fail_after(20):
+        async with world(tmp_path) as made:
+            made.trainer.beat(step=1)
+            verdict = await made.verdict(await made.submit(ALICE, 0, step=1, checkpoint_step=1))
+            assert (verdict.outcome, verdict.hard) == ("reject", True)
+            assert verdict.reason == "policy: named as checkpoint 1, but it is checkpoint 0"
+
+
+@pytest.mark.parametrize("content", [b"PAR1" + bytes(200) + b"PAR1", b"x"], ids=["parquet", "one byte"])
+async def test_any_file_gets_a_verdict_and_the_contributor_learns_the_reason(tmp_path: Path, content: bytes) -> None:
+    outbox = Outbox(tmp_path / "outbox.sqlite")
+    with trio.fail_after(20):
+        async with world(tmp_path, reader="real") as made, trio.open_nursery() as nursery:
+            submission = await made.submit(ALICE, 0, content=content)
+            outbox.add(submission, tmp_path / "0")
+            feeds = Feeds(lambda: [made.client()], kinds=[Verdict.KIND], cursors_path=None, about=ALICE.peer_id)
+            await nursery.start(feeds.run)
+            _, item = await feeds.next()
+            assert outbox.judged(item.signed)
+            nursery.cancel_scope.cancel()
+    assert outbox.reasons() == {"schema": 1}
+    assert item.signed.record.reason.startswith("schema: ")
+
+
+async def test_crash_is_forgiven_once_and_then_undecided(tmp_path: Path) -> None:
+    """A submission on which the engine dies every time costs nobody anything, and the next one is judged."""
+    with trio.fail_after(20):
+        async with world(tmp_path) as made:
+            made.compute.crashes = {0: 1, 1: 10}
+            first, second, third = [await made.submit(ALICE, index) for index in range(3)]
+            assert (await made.verdict(first)).outcome == "accept"
+            verdict = await made.verdict(second)
+            assert (verdict.outcome, verdict.hard) == ("undecided", False)
+            assert "killed by signal 9" in verdict.reason
+            assert (await made.verdict(third)).outcome == "accept"
+            assert [one.index for one in made.compute.asked].count(1) == 2
+
+
+async def test_fault_of_the_program_itself_is_undecided(tmp_path: Path) -> None:
+    with trio.fail_after(20):
+        async with world(tmp_path) as made:
+            made.screening.answer = lambda submission: {"outcome": "maybe"} if submission.index == 0 else accepting()
+            verdict = await made.verdict(await made.submit(ALICE, 0))
+            assert (verdict.outcome, verdict.hard) == ("undecided", False)
+            assert verdict.reason.startswith("internal: ValidationError")
+            assert (await made.verdict(await made.submit(ALICE, 1))).outcome == "accept"
+
+
+async def test_lost_file_is_undecided_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relay signs for a file and does not give it."""
+    monkeypatch.setattr(role, "GIVE_UP_S", 0.5)
+    with trio.fail_after(20):
+        async with world(tmp_path, "carol", "erin") as made:
+            monkeypatch.setattr(made.relays[0].store, "open_file", refuse_file)
+            lost = await made.submit(ALICE, 0)
+            kept = await made.submit(BOB, 0, relay=1)
+            assert (await made.verdict(kept, relay=1)).outcome == "accept"
+            verdict = await made.verdict(lost)
+            assert verdict.outcome == "undecided"
+            assert verdict.reason.startswith("file: the rollouts, from a relay that said it has them, did not come")
+
+
+def refuse_file(submission_id: bytes) -> None:
+    raise RefusedError("it is lost", code="not-found")
+
+
+def answers(*, nats: float, tag: int = 0) -> list[dict[str, Any]]:
+    """What screening says of one long answer; equal tags are equal answers."""
+    key = hashlib.sha256(bytes([tag])).digest()
+    return [{"prompt": b"p" * 16, "answer": key[:16], "sketch": key * 8, "nats": nats}]
+
+
+async def test_copy_of_anothers_answer_is_checked_in_full_and_rejected(tmp_path: Path) -> None:
+    """A veteran hands in another contributor's answers and hopes not to be drawn."""
+    with trio.fail_after(20):
+        async with world(tmp_path) as made:
+            made.screening.answer = lambda submission: accepting(answers=answers(nats=90.0))
+            original = await made.submit(BOB, 0)
+            assert (await made.verdict(original)).outcome == "accept"
+            made.trainer.beat()
+            forged = {"outcome": "reject", "hard": False, "reason": "sampling: a token lost by 3.1", "checks": []}
+            made.compute.answer = lambda submission: forged
+            verdict = await made.verdict(await made.submit(ALICE, 0))
+            assert (verdict.outcome, verdict.hard, verdict.draw.drawn) == ("reject", True, True)
+            assert verdict.reason.startswith("duplicate: 1 of 1 long answers are copies of submission")
+            assert BOB.peer_id.short in verdict.reason
+
+
+async def test_answer_that_its_seeds_prove_is_accepted_whoever_came_first(tmp_path: Path) -> None:
+    """A thief with a quicker relay hands in an honest node's answers first: the honest node loses nothing."""
+    with trio.fail_after(20):
+        async with world(tmp_path) as made:
+            made.screening.answer = lambda submission: accepting(answers=answers(nats=90.0))
+            await made.verdict(await made.submit(BOB, 0))
+            made.trainer.beat()
+            verdict = await made.verdict(await made.submit(ALICE, 0))
+            assert verdict.outcome == "accept"
+            (check,) = [check for check in verdict.checks if check.name == "duplicate"]
+            assert (check.outcome, check.numbers["copies"]) == ("pass", 1.0)
+
+
+async def test_history_of_small_departures_is_a_reason(tmp_path: Path) -> None:
+    """Every submission of a quantised model passes alone; all of them together do not."""
+    far = 50 * make_tolerance().honest_margin
+    with trio.fail_after(20):
+        async with world(tmp_path) as made:
+            made.compute.answer = lambda submission: accepting(evidence=[[far, 0.0, 0.0]] * 400)
+            verdict = await made.verdict(await made.submit(ALICE, 0))
+            assert (verdict.outcome, verdict.hard) == ("reject", False)
+            assert verdict.reason.startswith("history: ")

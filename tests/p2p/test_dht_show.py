@@ -1,0 +1,69 @@
+"""`intellect-node dht` against a relay and a trainer."""
+
+import pytest
+import trio
+from p2p_world import ALICE, BOB, RUN, advert, make_node, pointer, running_nodes
+
+from node.dht_show import find_run, get_record, print_record, print_run
+from p2p.peers import PeerBook, RememberedPeer
+from protocol.errors import BootstrapError, ConfigError
+
+
+async def asked(tmp_path, ask):
+    """What a question answers while a relay and a trainer of the run are up."""
+    bob = make_node(BOB, tmp_path, serves=True)
+    with trio.fail_after(40):
+        async with running_nodes(bob):
+            trainer = make_node(ALICE, tmp_path, bootstrap=bob.multiaddrs)
+            async with running_nodes(trainer):
+                await bob.publish_advert(lambda sequence: advert(sequence, by=BOB))
+                await trainer.publish_run(pointer)
+                return await trio.to_thread.run_sync(ask, bob.multiaddrs)
+
+
+async def test_run_and_relays_are_found(tmp_path, capsys):
+    found = await asked(tmp_path, lambda addresses: find_run(tmp_path, run=str(RUN), bootstrap=addresses, timeout_s=10))
+    assert [relay["author"] for relay in found["relays"]] == [str(BOB.peer_id)]
+    assert found["manifest"]["author"] == str(ALICE.peer_id)
+    print_run(found)
+    assert "https://127.0.0.1:1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key", ["run", str(BOB.peer_id)])
+async def test_record_is_shown_with_its_times(tmp_path, capsys, key):
+    found = await asked(
+        tmp_path, lambda addresses: get_record(tmp_path, key, run=str(RUN), bootstrap=addresses, timeout_s=10)
+    )
+    assert found["record"]["kind"] == ("run-pointer" if key == "run" else "relay-advert")
+    print_record(found)
+    assert "valid for" in capsys.readouterr().out
+
+
+async def test_remembered_peers_will_do(tmp_path):
+    def ask(addresses):
+        address, _, peer_id = addresses[0].rpartition("/p2p/")
+        book = PeerBook(tmp_path / "peers.json")
+        book.note([RememberedPeer(peer_id, [address], 1)])
+        book.save()
+        return get_record(tmp_path, "run", run=str(RUN), bootstrap=[], timeout_s=10)
+
+    assert (await asked(tmp_path, ask))["record"] is not None
+
+
+async def test_record_that_nobody_has(tmp_path, capsys):
+    found = await asked(
+        tmp_path,
+        lambda addresses: get_record(tmp_path, str(ALICE.peer_id), run=str(RUN), bootstrap=addresses, timeout_s=1),
+    )
+    print_record(found)
+    assert "nothing found" in capsys.readouterr().out
+
+
+def test_nobody_to_ask_is_said(tmp_path):
+    with pytest.raises(BootstrapError, match="remembers no peers"):
+        find_run(tmp_path, run=str(RUN), bootstrap=[], timeout_s=1)
+
+
+def test_no_run_is_said(tmp_path):
+    with pytest.raises(ConfigError, match="no --run is given"):
+        find_run(tmp_path, run=None, bootstrap=[], timeout_s=1)
