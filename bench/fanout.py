@@ -18,11 +18,11 @@ from bench.shardcast import random_policy, work_directory
 RELAYS: Final = 4
 CLIENTS: Final = 16
 FAN_OUT: Final = 2
-ORIGIN_LINK: Final = Link(up=100, down=100)
-RELAY_LINK: Final = Link(up=250, down=250)
-CLIENT_LINK: Final = Link(up=50, down=50)
-BYTES: Final = 100_000_000
-QUICK_BYTES: Final = 25_000_000
+ORIGIN_LINK: Final = Link(up=50, down=50)
+RELAY_LINK: Final = Link(up=125, down=125)
+CLIENT_LINK: Final = Link(up=25, down=25)
+BYTES: Final = 60_000_000
+QUICK_BYTES: Final = 20_000_000
 SHARD_BYTES: Final = 1 << 20
 WAIT_S: Final = 300.0
 

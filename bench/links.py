@@ -67,24 +67,8 @@ def _namespaces_work() -> bool:
     name = f"ib{os.getpid()}-try"
     try:
         _run("ip", "netns", "add", name)
-        _run("ip", "-n", name, "link", "add", "a", "type", "veth", "peer", "name", "b")
-        _run(
-            "tc",
-            "-n",
-            name,
-            "qdisc",
-            "add",
-            "dev",
-            "a",
-            "root",
-            "tbf",
-            "rate",
-            "1mbit",
-            "burst",
-            "32kb",
-            "latency",
-            "50ms",
-        )
+        _run("ip", "-n", name, "link", "add", "name", "try0", "type", "veth", "peer", "name", "try1")
+        _run("tc", "-n", name, "qdisc", "add", "dev", "try0", "root", *_tbf(1.0))
     except subprocess.CalledProcessError:
         return False
     finally:
@@ -138,7 +122,7 @@ class Namespaces:
 
     def sent(self, name: str) -> int:
         shown = subprocess.run(
-            [*self.prefix(name), "cat", "/sys/class/net/up/statistics/tx_bytes"],
+            [*self.prefix(name), "cat", "/sys/class/net/link0/statistics/tx_bytes"],
             check=True,
             capture_output=True,
             text=True,
@@ -151,11 +135,10 @@ class Namespaces:
     def _join(self, name: str, link: Link) -> None:
         space, number = self._space(name), self._number[name]
         _run("ip", "netns", "add", space)
-        _run(
-            "ip", "-n", space, "link", "add", "up", "type", "veth", "peer", "name", f"p{number}", "netns", self._router
-        )
+        peer = ("peer", "name", f"p{number}", "netns", self._router)
+        _run("ip", "-n", space, "link", "add", "name", "link0", "type", "veth", *peer)
         for where, device, address, rate in (
-            (space, "up", f"10.77.{number}.2/24", link.up),
+            (space, "link0", f"10.77.{number}.2/24", link.up),
             (self._router, f"p{number}", f"10.77.{number}.1/24", link.down),
         ):
             _run("ip", "-n", where, "address", "add", address, "dev", device)

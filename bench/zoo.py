@@ -30,7 +30,7 @@ from simnet.cheats import FILES, PROOFS, ROLES, ROWS
 from trainer.recipe import Recipe, load_recipe
 from trainer.smollm2 import smollm2_directory
 
-GAPS: Final = ("ground-checkpoint", "shifted-logprobs-as-bfloat16")
+GAPS: Final = ("ground-checkpoint",)
 """What gets through, in part or whole, though no model is involved; docs/threat-model.md says what it is worth."""
 OF_THE_PROTOCOL: Final = tuple(name for name in PROOFS | ROWS | FILES | ROLES if name not in GAPS)
 PER_ROLLOUT: Final = ("wrong-model", "other-prompt", "edited-prompt", "other-seed")
@@ -46,8 +46,11 @@ SMOLLM2_BFLOAT16: Final = Tolerance(
     max_margin=0.5,
     max_mean_margin=0.005,
     max_logprob_error=1.0,
+    max_mean_logprob_error=0.1,
+    max_logprob_shift=0.02,
     honest_margin=0.0025,
     honest_mantissa=1.3,
+    honest_logprob_shift=0.01,
 )
 
 

@@ -281,10 +281,10 @@ def _distribution(calibration: Calibration) -> Table:
     table = Table("", "median", "99 %", "most", "limit", "used", "0…limit│beyond", box=None)
     for each in calibration.quantities:
         limit, share = ("none", "") if each.limit is None else (f"{each.limit:.3g}", f"{each.share:.0%}")
-        most = f"⌀ {each.mean:.3g}" if each.name.startswith("honest_") else f"{each.largest:.3g}"
+        most = f"⌀ {each.mean:.2g}" if each.name.startswith("honest_") else f"{each.largest:.2g}"
         table.add_row(
             Text(LABELS[each.name], no_wrap=True),
-            *(f"{each.median:.3g}", f"{each.p99:.3g}", most, limit),
+            *(f"{each.median:.2g}", f"{each.p99:.2g}", most, limit),
             Text(share, style="red" if each.share > 1 else ""),
             Text(plot(each.histogram), no_wrap=True),
         )

@@ -27,7 +27,7 @@ from node.validator.checks import (
     decide,
     looseness,
 )
-from node.validator.measure import MeasuredRollout, Measurer, evidence
+from node.validator.measure import MeasuredRollout, Measurer, evidence, token_numbers
 from protocol.constants import PROOF_CHUNK_TOKENS
 from protocol.records import Manifest, Tolerance
 from protocol.rollouts import Rollout
@@ -134,6 +134,7 @@ def _numbers(submissions: Sequence[Sequence[MeasuredRollout]], seconds: Sequence
 
 
 def _values(rollouts: Sequence[MeasuredRollout]) -> dict[str, list[float]]:
+    numbers = token_numbers(rollouts)
     chunks = [
         (looseness(chunk.rows, PROOF_CHUNK_TOKENS), chunk.result) for rollout in rollouts for chunk in rollout.chunks
     ]
@@ -144,26 +145,24 @@ def _values(rollouts: Sequence[MeasuredRollout]) -> dict[str, list[float]]:
         "max_rollout_mantissa_mean": [
             rollout.mantissa_mean / looseness(rollout.tokens, PROOF_CHUNK_TOKENS) for rollout in rollouts
         ],
-        "max_margin": [float(rollout.margins.max()) for rollout in rollouts],
-        "max_logprob_error": [rollout.largest_logprob_error for rollout in rollouts],
-        "honest_margin": [rollout.mean_margin for rollout in rollouts],
+        "max_margin": numbers.largest_margin.tolist(),
+        "max_logprob_error": numbers.largest_logprob_error.tolist(),
+        "honest_margin": numbers.mean_margin.tolist(),
         "honest_mantissa": [rollout.mantissa_mean for rollout in rollouts],
     }
 
 
 def _values_of_submissions(submissions: Sequence[Sequence[MeasuredRollout]]) -> dict[str, list[float]]:
     """Means over tokens, and those over prompts that are taken of their size."""
+    found = [token_numbers(rollouts) for rollouts in submissions]
+    loose = [looseness(int(numbers.tokens.sum()), FULL_TOKENS) for numbers in found]
+    pairs = list(zip(found, loose, strict=True))
     return {
-        "max_mean_margin": [_mean(rollouts, lambda each: each.mean_margin) for rollouts in submissions],
-        "max_mean_logprob_error": [_mean(rollouts, lambda each: each.mean_logprob_error) for rollouts in submissions],
-        "max_logprob_shift": [abs(_mean(rollouts, lambda each: each.logprob_shift)) for rollouts in submissions],
+        "max_mean_margin": [numbers.mean(numbers.mean_margin) / times for numbers, times in pairs],
+        "max_mean_logprob_error": [numbers.mean(numbers.mean_logprob_error) / times for numbers, times in pairs],
+        "max_logprob_shift": [abs(numbers.mean(numbers.logprob_shift)) / times for numbers, times in pairs],
         "honest_logprob_shift": [shift for rollouts in submissions for _, _, shift in evidence(rollouts)],
     }
-
-
-def _mean(rollouts: Sequence[MeasuredRollout], value: Callable[[MeasuredRollout], float]) -> float:
-    tokens = sum(rollout.tokens for rollout in rollouts)
-    return sum(rollout.tokens * value(rollout) for rollout in rollouts) / tokens / looseness(tokens, FULL_TOKENS)
 
 
 def main() -> None:

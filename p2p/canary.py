@@ -1,6 +1,6 @@
 """A canary in the event loop: says when something has kept trio from running for a second or more.
 
-Everything else then ran late as well: deadlines, answers, keep-alives. What blocks belongs in a thread or a process.
+Everything else then ran late as well: deadlines, answers, open streams. What blocks belongs in a thread or a process.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 READ_QUORUM: Final = 3
 """Answers with a valid value after which a read need not wait for more."""
 PUT_WIDTH: Final = 20
-FAR_REPLICAS: Final = 6
+FAR_REPLICAS: Final = 8
 """Copies beside those nearest to a key, at peers drawn from the rest, for when the nearest are made up."""
 HOLDERS_S: Final = 600.0
 """How long the peers that took a value are told the next one without looking for them anew."""

@@ -129,7 +129,9 @@ class LedgerState:
         policies = self.contributors.get(author, Contributor()).policies
         place = bisect_right(policies, record.step, key=itemgetter(0))
         if place and record.checkpoint_step < (latest := policies[place - 1])[2]:
-            return f"checkpoint {record.checkpoint_step} after checkpoint {latest[2]}, which it used at step {latest[0]}"
+            return (
+                f"checkpoint {record.checkpoint_step} after checkpoint {latest[2]}, which it used at step {latest[0]}"
+            )
         if place < len(policies) and record.checkpoint_step > (following := policies[place])[1]:
             return f"checkpoint {record.checkpoint_step} before {following[1]}, which it used at step {following[0]}"
         return ""

@@ -95,16 +95,15 @@ class Tolerance(Spec, frozen=True, kw_only=True):
     """Mean clipped margin over the tokens of one submission."""
     max_logprob_error: Threshold
     """Between a recorded log-probability and the validator's."""
-    max_mean_logprob_error: Threshold = 0.1
+    max_mean_logprob_error: Threshold
     """Mean size of that difference, each clipped, over the tokens of one submission."""
-    max_logprob_shift: Threshold = 0.02
-    """The same of the mean with signs, either way: rounding cancels out in it. Coarse formats need these defaults; of a
-    fine one, `max_logprob_error` bounds both more tightly already."""
+    max_logprob_shift: Threshold
+    """The same of the mean with signs, either way: rounding cancels out in it."""
     honest_margin: Threshold
     """Clipped margin that no honest machine exceeds on average over its rollouts (protocol.sequential)."""
     honest_mantissa: Threshold
     """The same for the mantissa mean of rollouts."""
-    honest_logprob_shift: Threshold = 0.01
+    honest_logprob_shift: Threshold
     """The same for the size of the mean log-probability error of the answers to one prompt."""
 
 

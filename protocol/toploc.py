@@ -18,6 +18,7 @@ mismatch is a value whose sign or exponent differs; over the others, mantissas (
 from __future__ import annotations
 
 import importlib
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal, NamedTuple, Protocol, cast
 
@@ -170,18 +171,15 @@ def _check_proofs(proofs: Sequence[bytes], first: int, *, values: int, top_k: in
     for number, proof in enumerate(proofs, first):
         if len(proof) != due:
             raise MalformedError(f"proof {number} has {len(proof)} bytes; {due} are due")
-    words = np.frombuffer(b"".join(proofs), ">u2").reshape(len(proofs), -1)
     # Every set of indices below 65497 is already distinct modulo 65497, so only wider chunks have a choice.
     lowest = PROOF_FIELD if values <= PROOF_FIELD else MIN_MODULUS
-    moduli = words[:, 0]
-    wrong = np.flatnonzero((moduli < lowest) | (moduli > PROOF_FIELD))
-    if len(wrong):
-        raise MalformedError(
-            f"proof {first + wrong[0]} has modulus {moduli[wrong[0]]}; {lowest} to {PROOF_FIELD} are possible"
-        )
-    outside = np.flatnonzero(words[:, 1:].max(axis=1) >= PROOF_FIELD)
-    if len(outside):
-        raise MalformedError(f"proof {first + outside[0]} has a coefficient outside GF({PROOF_FIELD})")
+    words = struct.Struct(f">{due // 2}H")
+    for number, proof in enumerate(proofs, first):
+        modulus, *coefficients = words.unpack(proof)
+        if not lowest <= modulus <= PROOF_FIELD:
+            raise MalformedError(f"proof {number} has modulus {modulus}; {lowest} to {PROOF_FIELD} are possible")
+        if max(coefficients) >= PROOF_FIELD:
+            raise MalformedError(f"proof {number} has a coefficient outside GF({PROOF_FIELD})")
 
 
 def _points(values: int, top_k: int) -> int:

@@ -328,5 +328,6 @@ class InferenceRole:
 def _evicted(said: str) -> Evicted:
     return Evicted(
         f"this node was evicted from the run: {said}",
-        hint="`intellect-node status` shows the verdict; a new contributor needs another --data-dir",
+        hint="the run's ledger holds the verdict (any other node can audit it); a new contributor needs another "
+        "--data-dir",
     )

@@ -18,7 +18,7 @@ import numpy as np
 
 from node.engines.assignment import Work
 from node.engines.tokenizer import Tokenizer
-from node.validator.measure import MeasuredChunk, MeasuredRollout
+from node.validator.measure import MeasuredChunk, MeasuredRollout, token_numbers
 from protocol.constants import PROOF_CHUNK_TOKENS
 from protocol.errors import MalformedError
 from protocol.records import CheckResult, Manifest, Submission, Tolerance
@@ -123,9 +123,9 @@ def _shape_fault(rollout: Rollout, number: int, manifest: Manifest) -> str:
         return f"has {len(rollout.output_ids)} output tokens; 1 to {manifest.rollout.max_new_tokens} are allowed"
     if len(rollout.logprobs) != len(rollout.output_ids):
         return f"has {len(rollout.logprobs)} log-probabilities for {len(rollout.output_ids)} tokens"
-    if not all(0 <= token < manifest.model.vocab_size for token in rollout.output_ids):
+    if not 0 <= min(rollout.output_ids) <= max(rollout.output_ids) < manifest.model.vocab_size:
         return f"has a token outside the vocabulary of {manifest.model.vocab_size}"
-    if not all(math.isfinite(value) for value in (*rollout.logprobs, rollout.reward)):
+    if not (math.isfinite(rollout.reward) and all(map(math.isfinite, rollout.logprobs))):
         return "has a log-probability or a reward that is not finite"
     return ""
 
@@ -287,24 +287,23 @@ def _beyond_rounding(chunk: MeasuredChunk, tolerance: Tolerance) -> bool:
 
 def check_sampling(measured: Sequence[MeasuredRollout], tolerance: Tolerance) -> Finding:
     """Every token must win, or nearly win, with the noise that its seed fixes."""
-    tokens = sum(rollout.tokens for rollout in measured)
-    largest = [float(rollout.margins.max()) for rollout in measured]
-    worst = max(range(len(measured)), key=lambda number: largest[number])
-    mean = sum(rollout.tokens * rollout.mean_margin for rollout in measured) / tokens
+    found = token_numbers(measured)
+    tokens, worst = int(found.tokens.sum()), int(found.largest_margin.argmax())
+    largest, mean = float(found.largest_margin[worst]), found.mean(found.mean_margin)
     most = looseness(tokens, FULL_TOKENS) * tolerance.max_mean_margin
     numbers = {
         "tokens": float(tokens),
-        "max_margin": largest[worst],
+        "max_margin": largest,
         "mean_margin": mean,
-        "max_rollout_mean_margin": max(rollout.mean_margin for rollout in measured),
-        "match": sum(int(np.count_nonzero(rollout.margins == 0)) for rollout in measured) / tokens,
+        "max_rollout_mean_margin": float(found.mean_margin.max()),
+        "match": sum(rollout.tokens - int(np.count_nonzero(rollout.margins)) for rollout in measured) / tokens,
     }
     fault, limit = "", tolerance.max_margin
-    if not largest[worst] <= limit:
-        fault = f"a token of rollout {worst} lost by {largest[worst]:.4g}; at most {limit:.4g} is allowed"
+    if not largest <= limit:
+        fault = f"a token of rollout {worst} lost by {largest:.4g}; at most {limit:.4g} is allowed"
     elif not mean <= most:
         fault = f"tokens lost by {mean:.4g} on average; at most {most:.4g} is allowed"
-    return _finding("sampling", fault, numbers, hard=largest[worst] > HARD_LOGITS + HARD_FACTOR * limit)
+    return _finding("sampling", fault, numbers, hard=largest > HARD_LOGITS + HARD_FACTOR * limit)
 
 
 def check_logprobs(measured: Sequence[MeasuredRollout], tolerance: Tolerance) -> Finding:
@@ -313,12 +312,11 @@ def check_logprobs(measured: Sequence[MeasuredRollout], tolerance: Tolerance) ->
     Rounding errs both ways and mostly cancels out over a submission; a contributor who shifts all of them a little, to
     have its answers count for more, or hides them in noise, moves a mean.
     """
-    tokens = sum(rollout.tokens for rollout in measured)
-    worst = max(range(len(measured)), key=lambda number: measured[number].largest_logprob_error)
-    largest = measured[worst].largest_logprob_error
-    mean = sum(rollout.tokens * rollout.mean_logprob_error for rollout in measured) / tokens
-    shift = sum(rollout.tokens * rollout.logprob_shift for rollout in measured) / tokens
-    loose, limit = looseness(tokens, FULL_TOKENS), tolerance.max_logprob_error
+    found = token_numbers(measured)
+    worst = int(found.largest_logprob_error.argmax())
+    largest, limit = float(found.largest_logprob_error[worst]), tolerance.max_logprob_error
+    mean, shift = found.mean(found.mean_logprob_error), found.mean(found.logprob_shift)
+    loose = looseness(int(found.tokens.sum()), FULL_TOKENS)
     most_mean, most_shift = loose * tolerance.max_mean_logprob_error, loose * tolerance.max_logprob_shift
     fault = ""
     if not largest <= limit:

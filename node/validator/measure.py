@@ -58,29 +58,46 @@ class MeasuredRollout:
     """What was measured, if it is at hand."""
 
     @cached_property
-    def mean_margin(self) -> float:
-        """Of its clipped margins."""
-        return float(np.minimum(self.margins, np.float32(MARGIN_CLIP)).mean(dtype=np.float64))
-
-    @cached_property
-    def largest_logprob_error(self) -> float:
-        return float(np.abs(self.logprob_errors).max())
-
-    @cached_property
-    def mean_logprob_error(self) -> float:
-        """Mean of the clipped errors' sizes: noise of any kind shows here."""
-        return float(np.minimum(np.abs(self.logprob_errors), LOGPROB_CLIP).mean())
-
-    @cached_property
-    def logprob_shift(self) -> float:
-        """Mean of the clipped errors with their signs: rounding cancels out in it, a bias does not."""
-        return float(np.clip(self.logprob_errors, -LOGPROB_CLIP, LOGPROB_CLIP).mean())
-
-    @cached_property
     def mantissa_mean(self) -> float:
         """Mean over its chunks, each clipped and weighed by its rows."""
         total = sum(chunk.rows * min(chunk.result.mantissa_mean, MANTISSA_CLIP) for chunk in self.chunks)
         return total / self.tokens
+
+
+@dataclass(frozen=True)
+class TokenNumbers:
+    """What the tokens of each of several answers come to, one element an answer; all at once, for they are short."""
+
+    tokens: NDArray[np.int64]
+    largest_margin: NDArray[np.float64]
+    mean_margin: NDArray[np.float64]
+    """Of clipped margins."""
+    largest_logprob_error: NDArray[np.float64]
+    mean_logprob_error: NDArray[np.float64]
+    """Of the clipped errors' sizes: noise of any kind shows here."""
+    logprob_shift: NDArray[np.float64]
+    """Mean of the clipped errors with their signs: rounding cancels out in it, a bias does not."""
+
+    def mean(self, of_answers: NDArray[np.float64]) -> float:
+        """Mean over all tokens, from the means of the answers."""
+        return float(of_answers @ self.tokens / self.tokens.sum())
+
+
+def token_numbers(measured: Sequence[MeasuredRollout]) -> TokenNumbers:
+    """The numbers of at least one answer; each has at least one token."""
+    tokens = np.array([rollout.tokens for rollout in measured])
+    starts = np.cumsum(tokens) - tokens
+    margins = np.concatenate([rollout.margins for rollout in measured]).astype(np.float64)
+    errors = np.concatenate([rollout.logprob_errors for rollout in measured])
+    sizes = np.abs(errors)
+    return TokenNumbers(
+        tokens=tokens,
+        largest_margin=np.maximum.reduceat(margins, starts),
+        mean_margin=np.add.reduceat(np.minimum(margins, MARGIN_CLIP), starts) / tokens,
+        largest_logprob_error=np.maximum.reduceat(sizes, starts),
+        mean_logprob_error=np.add.reduceat(np.minimum(sizes, LOGPROB_CLIP), starts) / tokens,
+        logprob_shift=np.add.reduceat(np.clip(errors, -LOGPROB_CLIP, LOGPROB_CLIP), starts) / tokens,
+    )
 
 
 Evidence = tuple[float, float, float]
@@ -92,14 +109,17 @@ def evidence(measured: Sequence[MeasuredRollout]) -> list[Evidence]:
 
     By prompt, because answers to one prompt may be alike, or begin alike, and depart alike.
     """
-    groups: dict[int, list[MeasuredRollout]] = defaultdict(list)
+    if not measured:
+        return []
+    groups: dict[int, list[int]] = defaultdict(list)
     for number, each in enumerate(measured):
-        groups[number if each.rollout is None else each.rollout.prompt_index].append(each)
+        groups[number if each.rollout is None else each.rollout.prompt_index].append(number)
+    numbers = token_numbers(measured)
     return [
         (
-            sum(each.mean_margin for each in group) / len(group),
-            sum(each.mantissa_mean for each in group) / len(group),
-            abs(sum(each.logprob_shift for each in group)) / len(group),
+            float(numbers.mean_margin[group].mean()),
+            sum(measured[number].mantissa_mean for number in group) / len(group),
+            abs(float(numbers.logprob_shift[group].mean())),
         )
         for group in groups.values()
     ]

@@ -81,7 +81,7 @@ class Screen:
         except MalformedError as error:
             findings.append(Finding(CheckResult(name="schema", outcome="fail", detail=error.message[:240])))
             return _screened(decide(findings), findings, [], run)
-        decision = _check(findings, rows, work, record=record, run=run, hidden_size=hidden_size)
+        decision = check_cheaply(findings, rows, work, record=record, run=run, hidden_size=hidden_size)
         if decision.outcome == "accept" and rewards:
             findings.append(check_rewards(rows, work, tokenizer=tokenizer))
             decision = decide(findings)
@@ -96,10 +96,10 @@ class Screen:
         return self._policies[policy_dir]
 
 
-def _check(
+def check_cheaply(
     findings: list[Finding], rows: Sequence[Rollout], work: Work, *, record: Submission, run: Manifest, hidden_size: int
 ) -> Decision:
-    """Add findings, cheapest first, up to the first failure."""
+    """Every check but that of rewards: add findings, cheapest first, up to the first failure."""
     checks: tuple[Callable[[], Finding], ...] = (
         lambda: check_dtype(record, run),
         lambda: check_signed_prompts(record, work),

@@ -8,7 +8,8 @@ How one download goes is p2p.shardcast.transfer's work.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Final
 
 import trio
@@ -70,7 +71,8 @@ class CheckpointClient:
         self._connections = connections
         self._patience_s = patience_s
         self._on_progress = on_progress
-        self._lock = trio.Lock()
+        self._under_way: set[Layout] = set()
+        self._ended = trio.Event()
         self._early: tuple[Layout, trio.CancelScope] | None = None
         self._tried = -1
 
@@ -83,21 +85,15 @@ class CheckpointClient:
         """Have a checkpoint complete in the store, whatever is missing of it fetched.
 
         Raises RelayError when no relay gives a byte for `patience_s`, ProtocolError when the checkpoint itself breaks
-        the run's rules, DataDirError when this disk cannot take it. Cancelling keeps what is verified. Calls at the
-        same time are served one after the other; a download that its plan began becomes this one.
+        the run's rules, DataDirError when this disk cannot take it. Cancelling keeps what is verified. A download that
+        its plan began becomes this one; several checkpoints may be under way at once.
         """
         manifest = self._store.manifest(checkpoint) or await self._fetch_manifest(checkpoint)
         self._rules.check(manifest, step=step)
         self._store.close(manifest)
-        if self._early is not None and self._early[0] != Layout.of(manifest.record):
+        if self._early is not None and self._early[0].step < manifest.record.step:
             self._early[1].cancel()
-        async with self._lock:
-            try:
-                with self._store.begin(manifest) as partial:
-                    if partial is not None:
-                        await self._complete(partial)
-            except OSError as error:
-                raise disk_error(error) from error
+        await self._have(manifest)
         return manifest
 
     async def follow(self, on_installed: Callable[[Signed[CheckpointManifest]], None] = lambda _: None) -> None:
@@ -112,17 +108,38 @@ class CheckpointClient:
 
     async def _download_early(self, plan: Signed[CheckpointPlan]) -> Signed[CheckpointManifest]:
         with trio.CancelScope() as scope:
-            async with self._lock:
-                self._early = Layout.of(plan.record), scope
-                try:
-                    with self._store.begin(plan) as partial:
-                        if partial is not None:
-                            await self._complete(partial)
-                finally:
-                    self._early = None
+            self._early = Layout.of(plan.record), scope
+            try:
+                await self._have(plan)
+            finally:
+                self._early = None
             if (manifest := self._store.manifest(plan.id)) is not None:
                 return manifest
-        raise RelayError(f"the announced checkpoint of step {plan.record.step} was given up for the one that was named")
+        raise RelayError("a newer checkpoint was named")
+
+    async def _have(self, signed: Signed[CheckpointManifest] | Signed[CheckpointPlan]) -> None:
+        """Have a checkpoint complete; one that is on its way already is waited for, and gone on with if it failed."""
+        async with self._alone_with(Layout.of(signed.record)):
+            try:
+                with self._store.begin(signed) as partial:
+                    if partial is not None:
+                        await self._complete(partial)
+            except OSError as error:
+                raise disk_error(error) from error
+
+    @asynccontextmanager
+    async def _alone_with(self, layout: Layout) -> AsyncIterator[None]:
+        """One transfer at a time writes a checkpoint's files, by whichever of its names it was asked for."""
+        while layout in self._under_way:
+            ended = self._ended
+            await ended.wait()
+        self._under_way.add(layout)
+        try:
+            yield
+        finally:
+            self._under_way.discard(layout)
+            self._ended.set()
+            self._ended = trio.Event()
 
     async def _complete(self, partial: PartialCheckpoint) -> None:
         with self._patches.towards(partial) as patching:
@@ -140,8 +157,6 @@ class CheckpointClient:
         checkpoint = partial.draft.ids[0]
         try:
             await self._store.install(checkpoint)
-        except OSError as error:
-            raise disk_error(error) from error
         except MalformedError:
             self._store.discard(checkpoint)
             raise

@@ -30,7 +30,7 @@ MAX_LEDGER_BYTES: Final = 4 << 20
 
 MAX_WAIT_S: Final = 30.0
 MAX_POLLS: Final = 2048
-GATHER_S: Final = 0.005
+GATHER_S: Final = 0.01
 """Changes that come together are told together."""
 
 _BEARER: Final = "Bearer "

@@ -54,9 +54,8 @@ FOLLOW_WAIT_S: Final = 5.0
 POLL_S: Final = 0.25
 """Between two questions to a source that does not know the checkpoint yet."""
 BREATH_S: Final = 0.02
-PLENTY: Final = 8
-"""A source that has so many shards for us is asked again only after PLENTY_S."""
-PLENTY_S: Final = 0.5
+PLENTY_S: Final = 0.3
+"""Between two questions to a source while there are shards to choose from."""
 STRIKES: Final = 3
 """Failures in a row after which another source may take this one's place."""
 LOOK_S: Final = 0.25
@@ -70,8 +69,14 @@ LONGEST_SHARD_S: Final = 600.0
 STEAL_AFTER_S: Final = 1.0
 STEAL_UNKNOWN_AFTER_S: Final = 3.0
 """The same while no other source has been measured."""
-STEAL_FACTOR: Final = 2.0
-STEAL_SPARE_S: Final = 0.5
+STEAL_FACTOR: Final = 3.0
+STEAL_SPARE_S: Final = 1.0
+"""Whoever has nothing else to fetch takes over a shard that would still need so many times what it needs elsewhere."""
+TRICKLE: Final = 10.0
+TRICKLE_S: Final = 5.0
+"""The same while there is other work: only from a relay that is hopeless."""
+MAX_AT_ONE: Final = 3
+"""Shards at once from one source of several, so that each is whole, and can be passed on, sooner."""
 
 OnProgress = Callable[[int, int, Mapping[PeerId, int]], None]
 
@@ -245,7 +250,11 @@ class Transfer:
             self._links.blame(peer, f"about checkpoint step {self.draft.layout.step}: {error.message}")
             return None
         self._look_at_todo()
-        return PLENTY_S if (followed.held & self._todo).bit_count() >= PLENTY else BREATH_S
+        return BREATH_S if self._is_starved() else PLENTY_S
+
+    def _is_starved(self) -> bool:
+        """Whether workers have nothing to choose from."""
+        return not any(each.held & self._todo for each in self._followed.values())
 
     async def _standing(self, followed: _Followed) -> Standing:
         """Asks under the manifest's id, then under the plan's: a source may know either."""
@@ -313,26 +322,40 @@ class Transfer:
                 self._wake()
 
     def _useful_workers(self) -> int:
-        """On a quick link a few connections fill it, and with fewer at once the first shards are whole sooner."""
+        """On a quick link one or two connections fill it, and the first shard is whole sooner when it comes alone."""
         longest_s = max((time.monotonic() - each.began_at for each in self._attempts.values()), default=0.0)
-        return FEW if max(longest_s, self._shard_s) < QUICK_SHARD_S else self._connections
+        if max(longest_s, self._shard_s) > QUICK_SHARD_S:
+            return self._connections
+        return FEW if self._partial.count else 1
 
     def _choose(self) -> tuple[_Followed, int] | None:
         balancer = self._links.balancer
         ready = {
             peer: each
             for peer, each in self._followed.items()
-            if each.held & self._todo and balancer.paused_s(peer) <= 0
+            if each.held & self._todo and balancer.paused_s(peer) <= 0 and not self._is_full(each)
         }
         peer = balancer.choose(list(ready))
         if peer is None:
             return None
-        index = random_bit(ready[peer].held & self._todo)
+        index = random_bit(self._rarest(ready[peer].held & self._todo))
         slow = self._slow_at.get(index)
         others = [other for other in ready if other != slow and ready[other].held >> index & 1]
         if slow == peer and others:
             peer = random.choice(others)
         return ready[peer], index
+
+    def _is_full(self, followed: _Followed) -> bool:
+        at_it = sum(attempt.followed is followed for attempt in self._attempts.values())
+        return at_it >= MAX_AT_ONE and len(self._followed) > 1
+
+    def _rarest(self, shards: int) -> int:
+        """Those of the shards that one source alone has, if there are any: so that those who pull at once can share."""
+        once = more = 0
+        for each in self._followed.values():
+            more |= once & each.held
+            once |= each.held
+        return shards & ~more or shards
 
     async def _fetch(self, followed: _Followed, index: int) -> None:
         length = self.draft.layout.length(index)
@@ -457,7 +480,8 @@ class Transfer:
         remaining_s = attempt.remaining_s(now)
         if not rates:
             return now - attempt.began_at > STEAL_UNKNOWN_AFTER_S and remaining_s > SLACK * STEAL_UNKNOWN_AFTER_S
-        return remaining_s > STEAL_FACTOR * attempt.length / max(rates) + STEAL_SPARE_S
+        factor, spare_s = (STEAL_FACTOR, STEAL_SPARE_S) if self._is_starved() else (TRICKLE, TRICKLE_S)
+        return remaining_s > factor * attempt.length / max(rates) + spare_s
 
 
 def random_bit(bits: int) -> int:

@@ -11,6 +11,17 @@ def test_the_quick_honest_bench_rejects_nobody(monkeypatch):
 
 
 def test_the_quick_cost_bench_checks_what_it_generates():
-    figures = validator_cost.bench(quick=True).figures
-    assert figures["demo_check_ms"] > 0
-    assert {"large_1_ratio", "large_4_ratio", "large_8_ratio"} <= figures.keys()
+    result = validator_cost.bench(quick=True)
+    for shape in ("demo", "large_1", "large_4", "large_8"):
+        parts = [result.figures[f"{shape}_{part}_ms"] for part in ("generate", "cheap", "full")]
+        assert min(parts) > 0
+        assert result.figures[f"{shape}_steady_ratio"] < result.figures[f"{shape}_full_ratio"]
+    assert {goal.name for goal in result.goals} == {
+        f"{shape}_steady_ratio" for shape in ("demo", "large_1", "large_4", "large_8")
+    }
+
+
+def test_the_steady_ratio_is_of_the_floor_and_hides_no_cheap_check():
+    figures = {"x_generate_ms": 100.0, "x_cheap_ms": 5.0, "x_full_ms": 40.0}
+    validator_cost._add_ratios(figures, "x", floor=0.25)
+    assert (figures["x_full_ratio"], figures["x_steady_ratio"]) == (0.45, 0.15)

@@ -150,3 +150,19 @@ def test_bootstrap_may_be_a_name_or_a_file(text):
 def test_announced_address_must_lead_somewhere(text):
     with pytest.raises(ConfigError, match="nobody can dial"):
         resolve({"role": "relay", "run": RUN, "announce": [text]}, environ={})
+
+
+def test_an_allow_list_holds_peer_ids(config_file):
+    config = resolve(GIVEN, file=config_file(f"allow = ['{ALICE}']"), environ={}).config
+    assert config.allow == (ALICE,)
+    with pytest.raises(ConfigError, match="allow from INTELLECT_ALLOW: not a") as caught:
+        resolve(GIVEN, environ={"INTELLECT_ALLOW": f"{ALICE}, bob"})
+    assert "intellect-node id" in caught.value.hint
+
+
+@pytest.mark.parametrize("url", ["http://relay.example:8470", "relay.example", "https://a b"])
+def test_a_relay_is_reached_over_tls_alone(url):
+    """A token would travel in clear."""
+    with pytest.raises(ConfigError, match="public_url") as caught:
+        resolve({**GIVEN, "public_url": url}, environ={})
+    assert "https://" in caught.value.hint

@@ -112,7 +112,7 @@ async def test_after_a_restart_no_older_policy_is_used_than_before(autojump_cloc
     made, board = start(swarm, policies)
     with trio.fail_after(60):
         await trio.testing.wait_all_tasks_blocked()
-        assert "checkpoint 3 from the relays" in board.snapshot()["waiting_for"]
+        assert "checkpoint 3 from the relays" in board.snapshot()["activity"]
         policies.steps.append(3)
         swarm.say(step=3, checkpoint_step=3, oldest_checkpoint_step=1)
         assert await made.receive() == (3, 1, 3)
@@ -134,6 +134,6 @@ async def test_a_head_that_is_behind_makes_no_work(autojump_clock, outbox, start
     made, board = start(swarm, FakePolicies(3, 4))
     with trio.fail_after(60):
         await trio.testing.wait_all_tasks_blocked()
-        assert "step 4" in board.snapshot()["waiting_for"]
+        assert "step 4" in board.snapshot()["activity"]
         swarm.say(step=4, checkpoint_step=4)
         assert await made.receive() == (4, 1, 4)

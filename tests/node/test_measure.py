@@ -46,7 +46,8 @@ def test_numbers_are_those_of_each_rollout_alone(alice, prefills):
         assert np.array_equal(numbers.margins, alone)
         assert [chunk.result for chunk in numbers.chunks] == verify_proofs(prefill.patterns, rollout.proofs, 16)
         assert [chunk.rows for chunk in numbers.chunks] == [min(32, count - s) for s in range(0, count, 32)]
-        assert numbers.mean_margin == pytest.approx(np.minimum(alone, 0.5).mean())
+        mean = measure.token_numbers([numbers]).mean_margin
+        assert mean == pytest.approx(np.minimum(alone, 0.5).mean())
 
 
 @pytest.mark.parametrize("tile", [1, 64, 700, 1 << 20])
@@ -63,8 +64,13 @@ def test_tiles_change_nothing(alice, prefills, monkeypatch, tile):
 def test_a_wild_chunk_counts_only_so_much_in_a_mean():
     chunks = [measure.MeasuredChunk(32, 16, measure.ChunkResult(16, 2.0**64, 2.0**64))]
     rollout = measure.MeasuredRollout(32, np.full(32, 40, np.float32), np.full(32, -40.0), chunks)
-    assert (rollout.mantissa_mean, rollout.mean_margin) == (16.0, 0.5)
-    assert (rollout.mean_logprob_error, rollout.logprob_shift, rollout.largest_logprob_error) == (0.5, -0.5, 40.0)
+    calm = measure.MeasuredRollout(2, np.zeros(2, np.float32), np.array([0.25, -0.5]), chunks)
+    found = measure.token_numbers([rollout, calm])
+    assert rollout.mantissa_mean == 16.0
+    assert (found.mean_margin.tolist(), found.largest_margin.tolist()) == ([0.5, 0.0], [40.0, 0.0])
+    assert (found.mean_logprob_error.tolist(), found.logprob_shift.tolist()) == ([0.5, 0.375], [-0.5, -0.125])
+    assert found.largest_logprob_error.tolist() == [40.0, 0.5]
+    assert found.mean(found.mean_logprob_error) == pytest.approx((32 * 0.5 + 2 * 0.375) / 34)
 
 
 def test_evidence_counts_answers_to_one_prompt_once(alice, prefills):
@@ -74,4 +80,6 @@ def test_evidence_counts_answers_to_one_prompt_once(alice, prefills):
     assert len(found) == 4
     first = [each for each in numbers if each.rollout.prompt_index == 0]
     assert found[0][1] == pytest.approx(sum(each.mantissa_mean for each in first) / len(first))
-    assert found[0][2] == pytest.approx(abs(sum(each.logprob_shift for each in first)) / len(first))
+    shifts = [each.logprob_errors.mean() for each in first]
+    assert found[0][2] == pytest.approx(abs(sum(shifts)) / len(first))
+    assert measure.evidence([]) == []

@@ -327,9 +327,12 @@ async def trickle(guarded: Guarded, index: int, begun: trio.Event) -> None:
         f"{RECORD_HEADER}: {base64.b64encode(submission.data).decode()}\r\nContent-Length: {len(content)}\r\n\r\n"
     )
     stream = await tls_stream(guarded.relay.url)
-    await stream.send_all(head.encode())
-    begun.set()
-    await trio.sleep_forever()
+    try:
+        await stream.send_all(head.encode())
+        begun.set()
+        await trio.sleep_forever()
+    finally:
+        await trio.aclose_forcefully(stream)
 
 
 async def tls_stream(url: str) -> trio.SSLStream[trio.SocketStream]:

@@ -42,6 +42,8 @@ from protocol.run import RunAddress
 
 Border = tuple[AioThread, HttpClient]
 ALICE = Identity.from_phrase("alice")
+WEIGHTS = (2).to_bytes(8, "little") + b"{}"
+"""A safetensors file without tensors."""
 
 
 @pytest.fixture
@@ -63,6 +65,10 @@ class FakeDiscovery:
         await trio.lowlevel.checkpoint()
         self.advert = open_envelope(make(1), RelayAdvert)
 
+    async def find_relays(self) -> list[Signed[RelayAdvert]]:
+        await trio.lowlevel.checkpoint()
+        return []
+
     async def find_run(self, address: RunAddress) -> Signed[Manifest] | None:
         await trio.lowlevel.checkpoint()
         return self.manifest if address == RUN else None
@@ -79,7 +85,7 @@ class Origin:
 
     async def publish(self, directory: Path) -> Signed[CheckpointManifest]:
         await trio.Path(directory).mkdir()
-        await trio.Path(directory / "model.safetensors").write_bytes(b"weights" * 3000)
+        await trio.Path(directory / "model.safetensors").write_bytes(WEIGHTS)
         return await self.store.publish(directory, identity=OPERATOR, run_id=MANIFEST.id, step=0, shard_bytes=4096)
 
     def read(self, start: int, limit: int) -> list[bytes]:

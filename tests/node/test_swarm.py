@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import trio
 from aiohttp import web
-from factories import OPERATOR, make_manifest, sealed
+from factories import OPERATOR, make_eviction, make_manifest, make_verdict, sealed
 from relay_world import (
     MANIFEST,
     RUN,
@@ -22,6 +22,7 @@ from relay_world import (
     make_head,
     serving,
     serving_routes,
+    submission_of,
 )
 
 from node.status import StatusBoard
@@ -32,6 +33,7 @@ from p2p.tokens import TokenMint
 from protocol.envelope import Signed, open_envelope
 from protocol.errors import BootstrapError, ChecksumError, RelayError
 from protocol.identity import Identity
+from protocol.ledger import next_tip, open_entry
 from protocol.records import Head, Hello, Manifest, RelayAdvert
 
 ALICE, BOB, CAROL = (Identity.from_phrase(name) for name in ("alice", "bob", "carol"))
@@ -285,3 +287,40 @@ async def test_board_counts_bytes_by_relay(border: Border, tmp_path: Path) -> No
     assert row["bytes_in"] > 1_000_000
     assert row["failures"] == 1
     assert (snapshot["step"], snapshot["head_sequence"]) == (1, 4)
+
+
+def make_evicted(relay: Relay, who: Identity) -> None:
+    submission = submission_of(who, b"rollouts")
+    verdict = make_verdict(submission, outcome="reject", hard=True, reason="seed: not its own prompts")
+    entries = [submission.data, verdict.data, make_eviction(verdict)]
+    tip = MANIFEST.id
+    for entry in entries:
+        tip = next_tip(tip, open_entry(entry).id)
+    head = make_head(2, ledger_length=3, ledger_tip=tip)
+    relay.desk.extend_ledger(entries, head)
+    relay.desk.accept_head(head.data)
+
+
+async def test_a_node_learns_that_it_is_evicted_when_no_relay_lets_it_in(border: Border, tmp_path: Path) -> None:
+    """One relay alone may be wrong, or lie."""
+    with trio.fail_after(30):
+        async with relays(border, tmp_path, (BOB, make_head(1)), (CAROL, make_head(1))) as both:
+            dht = FakeDht(*map(advert_of, both), manifest=MANIFEST)
+            async with running(make_swarm(border, dht)) as swarm:
+                await until(lambda: all(relay.evicts == "" for relay in swarm._relays.values()) and swarm._relays)
+                make_evicted(both[0], ALICE)
+                await until(lambda: any(relay.evicts for relay in swarm._relays.values()))
+                with trio.move_on_after(0.1) as waiting:
+                    await swarm.wait_evicted()
+                assert waiting.cancelled_caught
+                make_evicted(both[1], ALICE)
+                assert "not its own prompts" in await swarm.wait_evicted()
+
+
+async def test_relay_with_a_new_certificate_is_found_by_its_new_advert(offline: Border, autojump_clock: Any) -> None:
+    dht = FakeDht(make_advert(BOB, "https://127.0.0.1:9", 1))
+    swarm = make_swarm(offline, dht, manifest=MANIFEST, follow_head=False)
+    async with running(swarm):
+        await until(lambda: swarm.clients)
+        dht.adverts = [make_advert(BOB, "https://127.0.0.1:9", 2, tls_fingerprint=b"n" * 32)]
+        await until(lambda: swarm.clients[0].contact and swarm.clients[0].contact.fingerprint == b"n" * 32)
