@@ -6,6 +6,7 @@ a role adds. The process ends when the role is done, when a signal asks for it, 
 
 from __future__ import annotations
 
+import gc
 import logging
 from contextlib import AsyncExitStack
 from typing import Final
@@ -35,6 +36,7 @@ def run_node(config: NodeConfig, *, kind: InferenceKind | None = None) -> int:
     `kind` makes an inference node a cheat, for simulations.
     """
     set_up_logging(config.log_level)
+    gc.freeze()  # what is imported stays: the collector need not look at it again and again
     with DataDir(config.data_dir) as data:
         identity = load_or_create_identity(data.path, passphrase=config.passphrase.text)
         try:

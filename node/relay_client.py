@@ -242,9 +242,7 @@ class RelayClient:
         return response
 
     async def _post(self, path: str, body: bytes) -> bytes:
-        response = await self._http.post(
-            f"{self.url}{path}", body, timeout_s=REQUEST_TIMEOUT_S, contact=self.contact
-        )
+        response = await self._http.post(f"{self.url}{path}", body, timeout_s=REQUEST_TIMEOUT_S, contact=self.contact)
         self._count(bytes_out=len(body), bytes_in=len(response.body))
         return response.body
 

@@ -46,7 +46,9 @@ EXAMPLES: list[Record] = [
         run=D, sequence=1, issued_at_ms=1, valid_until_ms=2, multiaddrs=("/ip4/127.0.0.1/tcp/1",),
         http_url="https://127.0.0.1:8080", tls_fingerprint=D, software="1.0",
     ),
-    OriginNotice(run_id=D, relay=KEY, issued_at_ms=1, http_url="https://[::1]:8080/x", tls_fingerprint=D, token="t" * 16),
+    OriginNotice(
+        run_id=D, relay=KEY, issued_at_ms=1, http_url="https://[::1]:8080/x", tls_fingerprint=D, token="t" * 16,
+    ),
     Hello(run=D, relay=KEY, nonce=b"n" * 56),
     CheckpointPlan(
         run_id=D, step=1, issued_at_ms=1, shard_bytes=4096,
