@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from protocol.checkpoint import (
     CheckpointRules,
-    Layout,
     check_names,
     content_digest,
     extents,
