@@ -1,6 +1,6 @@
 """A checkpoint from origin to relay to client on loopback, against the public shardcast package and nginx with curl.
 
-Three processes a side, files in memory where the machine lets us, sides in turn, medians. Ours runs over TLS with pinned
+Three processes a side, files in memory where the machine lets us, sides in turn, medians. Ours runs over TLS with known
 certificates, as nodes do, and once more in clear, to be held against what is in clear: shardcast 0.3.2, which looks for
 news every second, and nginx with curl, which copy the file over two hops and check nothing; they run over TLS too. What
 is missing (pip for shardcast, wget, nginx, curl) is skipped and said. CPU is that of all processes of a side from the

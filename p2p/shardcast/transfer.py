@@ -219,6 +219,7 @@ class Transfer:
                 if pause_s is None:
                     pause_s = POLL_S + self._links.balancer.paused_s(followed.source.peer)
                 await trio.sleep(pause_s)
+                await self._until_starved()
                 await self._worth_asking(followed)
         if self._followed.get(followed.source.peer) is followed:
             del self._followed[followed.source.peer]
@@ -250,7 +251,14 @@ class Transfer:
             self._links.blame(peer, f"about checkpoint step {self.draft.layout.step}: {error.message}")
             return None
         self._look_at_todo()
-        return BREATH_S if self._is_starved() else PLENTY_S
+        return BREATH_S
+
+    async def _until_starved(self) -> None:
+        """While there are shards to choose from, sources are asked less often."""
+        with trio.move_on_after(PLENTY_S):
+            while not self._is_starved():
+                news = self._news
+                await news.wait()
 
     def _is_starved(self) -> bool:
         """Whether workers have nothing to choose from."""

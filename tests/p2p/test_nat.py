@@ -88,7 +88,7 @@ def test_whole_loop_works_through_translation(tmp_path):
     recipe = tmp_path / "nat.toml"
     demo = (ROOT / "trainer" / "recipes" / "demo.toml").read_text()
     recipe.write_text(
-        demo.replace("total_steps = 40", "total_steps = 2").replace("rollouts_per_step = 256", "rollouts_per_step = 64")
+        demo.replace("total_steps = 50", "total_steps = 2").replace("rollouts_per_step = 256", "rollouts_per_step = 64")
     )
     with nat_world() as world:
         first, second = world.router(1, "port-preserving"), world.router(2, "symmetric")

@@ -27,7 +27,7 @@ def test_shipped_recipes_load(name):
 
 def test_a_recipe_is_loaded_by_path(tmp_path):
     path = tmp_path / "mine.toml"
-    path.write_bytes(demo_with("total_steps = 40", "total_steps = 7"))
+    path.write_bytes(demo_with("total_steps = 50", "total_steps = 7"))
     assert load_recipe(path).batch.total_steps == 7
 
 
@@ -53,7 +53,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(old, new, key, nea
     [
         ("group_size = 8", "group_size = 1", "rollout.group_size"),
         ("temperature = 1.0", 'temperature = "hot"', "rollout.temperature"),
-        ("total_steps = 40", "", "missing required field `total_steps` at `batch`"),
+        ("total_steps = 50", "", "missing required field `total_steps` at `batch`"),
         ("delta = 4.0", "delta = 0.5", "loss.delta"),
         ("delta = 4.0", "delta = nan", "loss.delta"),
         ('old_logprobs = "worker"', 'old_logprobs = "mine"', "loss.old_logprobs"),
