@@ -330,6 +330,21 @@ def test_any_coefficients_are_refused_or_measured(first, second):
     assert all(0 <= result.exponent_mismatches <= 8 for result in results)
 
 
+def test_a_hundred_thousand_random_proofs_are_refused_or_measured():
+    """A flood of garbage: half of any length, half of the right length behind a valid modulus. None passes."""
+    source, measured = random.Random(7), 0
+    for number in range(100_000):
+        garbage = source.randbytes(18 if number % 2 else source.randrange(64))
+        proof = b"\xff\xd9" + garbage[2:] if number % 2 else garbage
+        try:
+            (result,) = verify_proofs(SMALL[:32], [proof], 8)
+        except MalformedError:
+            continue
+        measured += 1
+        assert result.exponent_mismatches > 2
+    assert measured > 40_000
+
+
 def test_bf16_rounds_to_nearest_even():
     bits = [0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x00000001, 0x80000000, 0x7F7FFFFF, 0x7F800000, 0xFF800000]
     rounded = [0x3F80, 0x3F82, 0x3F81, 0x3F80, 0x0000, 0x8000, 0x7F80, 0x7F80, 0xFF80]
