@@ -387,6 +387,7 @@ async def _compute(
         threads=config.threads,
     )
     await services.start(compute.run)
+    services.start_soon(compute.wait_first_start)
     return compute
 
 

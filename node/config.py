@@ -369,7 +369,7 @@ def _check_bootstrap(address: str, source: str) -> None:
 def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, int):
+    if isinstance(value, int | float):
         return str(value)
     if isinstance(value, tuple):
         return f"[{', '.join(_toml(each) for each in value)}]"

@@ -86,7 +86,8 @@ class LedgerFile:
             except ProtocolError as error:
                 raise DataDirError(
                     f"entry {len(self._offsets)} of the ledger {self._path} is damaged: {error.message}",
-                    hint=f"move {self._path} away; the node fetches the ledger again (a trainer needs its own back-up)",
+                    hint=f"trainer: restore {self._path} and training/ from one back-up, never one alone; "
+                    f"any other node: move {self._path} away, the ledger is fetched again from the relays",
                 ) from error
             self._offsets.append(offset)
             end = offset + _LENGTH.size + len(entry)

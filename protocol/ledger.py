@@ -76,6 +76,7 @@ class LedgerState:
         self.manifest = manifest
         self.length = 0
         self.tip = run_id
+        self._tips = [run_id]
         self.contributors: dict[PeerId, Contributor] = {}
         self.submissions: dict[bytes, LedgerSubmission] = {}
         self.batches: dict[int, tuple[bytes, ...]] = {}
@@ -104,7 +105,12 @@ class LedgerState:
         self._rules[entry.record.KIND](entry)
         self.length += 1
         self.tip = next_tip(self.tip, entry.id)
+        self._tips.append(self.tip)
         return entry
+
+    def tip_at(self, length: int) -> bytes | None:
+        """The tip after the first `length` entries; None when there are fewer."""
+        return self._tips[length] if 0 <= length <= self.length else None
 
     def usable(self, step: int) -> list[bytes]:
         """Accepted submissions that a batch for `step` may hold, in ledger order."""

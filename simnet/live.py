@@ -5,6 +5,7 @@ Made from the recording alone. What nodes say is cut and freed of control charac
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -21,6 +22,7 @@ from simnet.page import format_bytes, format_seconds
 
 PLAIN_EVERY_S = 5.0
 MAX_SHOWN_CHARS = 60
+MAX_LINE_CHARS = 200
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _STATE_STYLES = {"working": "green", "waiting": "yellow", "evicted": "red", "gone": "dim", "finished": "cyan"}
 
@@ -64,7 +66,7 @@ class PlainLines:
     def show(self, recording: Recording) -> None:
         if time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + self._every_s
-            self._line(plain_line(recording))
+            self._line(textwrap.shorten(plain_line(recording), MAX_LINE_CHARS, placeholder=" …"))
 
     def _line(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)

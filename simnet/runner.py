@@ -65,6 +65,7 @@ def run_scenario(
         _say(console, f"{mark:8} {expectation.name} {expectation.goal} (found {expectation.value})")
     if recording.problem:
         _say(console, recording.problem)
+    _say(console, f"report for people: {path.with_suffix('.html')}")
     _say(console, str(path))
     if report.outcome == "interrupted":
         return EXIT_INTERRUPTED

@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 
 START_TIMEOUT_S: Final = 300.0
 """A child that has not announced itself by then is started again; importing torch from a cold disk takes a minute."""
+FIRST_STARTS: Final = 2
+"""A child that has never come up is given up after so many starts: what is wrong will not mend itself."""
 FIRST_DELAY_S: Final = 0.2
 LAST_DELAY_S: Final = 30.0
 """Back-off between starts that fail; a child that came up before it died is replaced after FIRST_DELAY_S."""
@@ -77,6 +79,18 @@ class ComputeProcess:
                 await trio.sleep(delay_s)
         finally:
             self._tell(None, f"{self.name} was stopped")
+
+    async def wait_first_start(self) -> None:
+        """Until the child has come up once. Raises ComputeError with its last words when its first starts all fail."""
+        for _ in range(FIRST_STARTS):
+            news = self._news
+            if self._child is None:
+                await news.wait()
+            if self._child is not None:
+                return
+        raise ComputeError(
+            f"{self._start_failure} (tried {FIRST_STARTS} times)", hint=f"mend that, or look into {self.log_path}"
+        )
 
     async def call(
         self,
@@ -294,7 +308,7 @@ class _Child:
 
     def last_words(self) -> str:
         lines = [line for line in self._tail.decode("utf-8", "replace").splitlines() if line.strip()]
-        return f": {lines[-1].strip()[:300]}" if lines else ""
+        return f": {' '.join(line.strip() for line in lines[-2:])[:400]}" if lines else ""
 
 
 def _wait_unreaped(pid: int) -> None:

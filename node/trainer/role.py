@@ -28,7 +28,7 @@ from node.trainer.collector import Collector
 from node.trainer.scoreboard import Scoreboard
 from p2p.shardcast.store import CheckpointStore
 from protocol.envelope import Signed, seal
-from protocol.errors import ProtocolError, RefusedError, RelayError
+from protocol.errors import DataDirError, ProtocolError, RefusedError, RelayError
 from protocol.identity import Identity, PeerId
 from protocol.records import Batch, CheckpointManifest, Head, Manifest, OriginNotice, Trained
 
@@ -130,13 +130,42 @@ class TrainerRole:
     async def _recover(self) -> None:
         """Open the newest durable policy and publish it if a crash came between writing and publishing."""
         self._p.board.working("opening the newest policy")
-        opened = await self._p.compute.call("open", timeout_s=TRAIN_TIMEOUT_S)
-        await self._publish(msgspec.convert(opened, TrainResult))
+        opened = msgspec.convert(await self._p.compute.call("open", timeout_s=TRAIN_TIMEOUT_S), TrainResult)
+        self._require_one_history(opened.step)
+        await self._publish(opened)
         for key, one in self._p.ledger.state.submissions.items():
             if one.used_in in self._p.ledger.state.trained:
                 self._p.collector.file(key).unlink(missing_ok=True)
         self._scores.restore()
         log.info("recovered checkpoint=%d batches=%d", self._newest().record.step, self._step)
+
+    def _require_one_history(self, checkpoint: int) -> None:
+        """A policy is at most one step ahead of the ledger: a crash can come between the two, and nothing else."""
+        trained = len(self._p.ledger.state.trained)
+        if trained <= checkpoint <= trained + 1:
+            return
+        raise DataDirError(
+            f"the newest usable training state is checkpoint {checkpoint}, but the ledger has {trained} trained steps: "
+            "one of the two is damaged, missing, or from another time",
+            hint="restore `ledger` and `training/` from one back-up, taken while the node was off",
+        )
+
+    async def _require_no_fork(self, client: RelayClient) -> None:
+        """A relay's head is of this key: what it says of the ledger must be in this ledger. Raises DataDirError."""
+        try:
+            head = await client.head()
+        except RefusedError:
+            return  # it knows nothing of the run yet
+        if head is None or self._p.ledger.state.tip_at(head.record.ledger_length) == head.record.ledger_tip:
+            return
+        theirs = head.record.ledger_length
+        raise DataDirError(
+            f"relay {client.peer_id.short} holds a head of this trainer with {theirs} ledger entries; "
+            f"the {self._p.ledger.state.length} entries here do not lead there: this data directory is an old "
+            "copy, or a second trainer runs with this key",
+            hint="start the trainer with its newest data directory; if that is lost, create a new run that starts from "
+            "the newest policy (`run create` with model.source = a checkpoint's directory)",
+        )
 
     # Collecting
 
@@ -301,6 +330,7 @@ class TrainerRole:
         with trio.move_on_after(POST_TIMEOUT_S):
             try:
                 if (client.peer_id, client.url) not in self._introduced:
+                    await self._require_no_fork(client)
                     await client.post_origin(self._p.manifest.data, self._notice(client.peer_id), head)
                     self._introduced.add((client.peer_id, client.url))
                     log.info("introduced to relay=%s", client.peer_id.short)

@@ -104,7 +104,7 @@ class CheckpointClient:
             try:
                 on_installed(await self._download_early(plan))
             except NodeError as error:
-                log.info("plan step=%d error=%r", plan.record.step, error.message[:300])
+                log.debug("plan step=%d given_up=%r", plan.record.step, error.message[:300])
 
     async def _download_early(self, plan: Signed[CheckpointPlan]) -> Signed[CheckpointManifest]:
         with trio.CancelScope() as scope:

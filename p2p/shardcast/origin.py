@@ -121,6 +121,8 @@ class _Window:
         if seen is None:
             raise RefusedError(f"checkpoint {checkpoint.hex()[:12]} is not here", code="not-found")
         progress = await self._poll(request, look) or seen
+        if progress is None:
+            raise RefusedError(f"checkpoint {checkpoint.hex()[:12]} was removed meanwhile", code="not-found")
         return msgpack_response(msgspec.msgpack.encode(_standing(progress, parts)))
 
     async def _poll(self, request: web.Request, look: Callable[[], T | None]) -> T | None:

@@ -21,8 +21,8 @@ from protocol.errors import ChecksumError, MalformedError
 from protocol.tensorfile import PREFIX_BYTES, SUFFIX, check_header, header_length
 
 BITMAP: Final = ".bitmap"
-READ_BYTES: Final = 1 << 18
-"""What a processor's cache holds while a piece is hashed twice."""
+READ_BYTES: Final = 4 << 20
+"""Hashing lets go of the interpreter lock for a piece at a time; getting it back takes long on a busy machine."""
 FLUSH_BYTES: Final = 256 << 20
 """The disk is made to keep up with the network so far behind at most, so that the last sync is short."""
 

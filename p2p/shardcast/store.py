@@ -300,16 +300,16 @@ class CheckpointStore:
             return manifest.id not in self._entries and self._joined_by(manifest) is not None
 
     def _joined_by(self, signed: Signed[CheckpointManifest] | Signed[CheckpointPlan]) -> _Entry | None:
-        """The download that a plan or manifest belongs to although it began with the other one."""
+        """The checkpoint that a plan or manifest belongs to although it began with the other one."""
         layout = Layout.of(signed.record)
         for entry in self._each():
-            if entry.partial is None or entry.draft.layout != layout:
+            if entry.draft.layout != layout:
                 continue
             if isinstance(signed.record, CheckpointPlan):
                 if entry.draft.plan is not None:
                     continue
                 entry.draft.plan = Signed(signed.record, signed.author, signed.id, signed.data)
-            elif entry.draft.manifest is None:
+            elif entry.partial is not None and entry.draft.manifest is None:
                 (entry.directory / MANIFEST).write_bytes(signed.data)
                 changed = entry.draft.close(Signed(signed.record, signed.author, signed.id, signed.data))
                 entry.partial.forget(changed)

@@ -269,3 +269,14 @@ def test_frames_are_bounded():
     with pytest.raises(ComputeError, match="at most"):
         frame_length(b"\xff\xff\xff\xff")
     assert frame_length(encode_frame([1, 2])[:4]) == 3
+
+
+async def test_child_that_never_comes_up_is_given_up_with_its_reason(tmp_path):
+    """A device that this machine has not, a library that is missing: the person must read why, not wait for ever."""
+    process = ComputeProcess("no_such_module_anywhere", name="engine", log_path=tmp_path / "log")
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(process.run)
+            with pytest.raises(ComputeError, match="no_such_module_anywhere"):
+                await process.wait_first_start()
+            nursery.cancel_scope.cancel()

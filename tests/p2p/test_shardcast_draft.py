@@ -169,3 +169,20 @@ async def test_shards_are_served_while_later_ones_are_still_being_hashed(tmp_pat
     assert manifest.record.sha256 == content_digest(manifest.record.shards)
     assert isinstance(manifest.record, CheckpointManifest)
     assert store.newest_plan(2) is None
+
+
+async def test_a_plan_that_comes_after_its_checkpoint_begins_nothing(tmp_path):
+    """The head was quicker than the announcement: the checkpoint is here, and is now known by both names."""
+    store = CheckpointStore(tmp_path / "trainer")
+    manifest = await publish(store, make_policy(tmp_path / "policy"))
+    late = CheckpointStore(tmp_path / "node")
+    with late.begin(manifest) as partial:
+        for index in range(8):
+            partial.write_shard(index, shard_bytes_of(store, manifest.id, index))
+        await late.install(manifest.id)
+    announced = store.newest_plan(1)
+    with late.begin(announced) as partial:
+        assert partial is None
+    assert late.newest_plan(1) == announced
+    assert late.progress(announced.id).held == 255
+    assert [path.name[:5] for path in (tmp_path / "node").iterdir()] == ["step-"]

@@ -1,0 +1,160 @@
+"""The trainer refuses to go on from a data directory that is not the newest one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from factories import OPERATOR, make_manifest, make_submission, make_verdict, sealed
+
+from node.ledger_file import LedgerFile
+from node.status import StatusBoard
+from node.trainer.role import TrainerParts, TrainerRole
+from protocol.envelope import Signed
+from protocol.errors import DataDirError
+from protocol.identity import Identity
+from protocol.ledger import LedgerState
+from protocol.records import CheckpointFile, CheckpointManifest, Head
+
+MANIFEST = sealed(make_manifest(), OPERATOR)
+
+
+class FakeCompute:
+    """Has a training state of some step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    async def call(self, method: str, **_: Any) -> dict[str, Any]:
+        return {"step": self.step, "policy_dir": "/nowhere"}
+
+
+class FakeStore:
+    async def publish(self, source: Path, *, step: int, run_id: bytes, **_: Any) -> Signed[CheckpointManifest]:
+        file = CheckpointFile(name="model.safetensors", size=1, sha256=b"f" * 32)
+        record = CheckpointManifest(
+            run_id=run_id,
+            step=step,
+            issued_at_ms=1,
+            shard_bytes=4096,
+            files=(file,),
+            shards=(b"s" * 32,),
+            sha256=b"w" * 32,
+        )
+        return sealed(record, OPERATOR)
+
+
+class FakeRelay:
+    """Holds the head that it was given last."""
+
+    def __init__(self, *, ledger_length: int, ledger_tip: bytes) -> None:
+        self.peer_id, self.url = Identity.from_phrase("relay").peer_id, "https://relay.example"
+        self.introduced = trio.Event()
+        self._head = Head(
+            run_id=MANIFEST.id,
+            sequence=5,
+            previous_sequence=4,
+            issued_at_ms=1,
+            step=3,
+            collecting=True,
+            checkpoint_step=3,
+            checkpoint=b"c" * 32,
+            oldest_checkpoint_step=2,
+            ledger_length=ledger_length,
+            ledger_tip=ledger_tip,
+            finished=False,
+        )
+
+    async def head(self) -> Signed[Head]:
+        return sealed(self._head, OPERATOR)
+
+    async def post_origin(self, *_: bytes) -> int:
+        self.introduced.set()
+        return 5
+
+    async def post_head(self, _: bytes) -> int:
+        return 5
+
+
+class FakeCollector:
+    async def run(self) -> None:
+        await trio.sleep_forever()
+
+    async def wait_changed(self) -> None:
+        await trio.sleep_forever()
+
+    def pending(self, step: int) -> int:
+        return 0
+
+
+class FakeSwarm:
+    def __init__(self, *relays: FakeRelay) -> None:
+        self.clients = list(relays)
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> LedgerFile:
+    ledger = LedgerFile(tmp_path / "ledger", LedgerState(MANIFEST.id, MANIFEST.record))
+    submission = make_submission(Identity.from_phrase("alice"), MANIFEST.id)
+    ledger.append([submission.data, make_verdict(submission).data])
+    return ledger
+
+
+def trainer(ledger: LedgerFile, *, step: int, relay: FakeRelay | None = None) -> TrainerRole:
+    parts: Any = {
+        "identity": OPERATOR,
+        "manifest": MANIFEST,
+        "swarm": FakeSwarm(*([relay] if relay else [])),
+        "store": FakeStore(),
+        "ledger": ledger,
+        "collector": FakeCollector(),
+        "compute": FakeCompute(step),
+        "reader": None,
+        "board": StatusBoard(role="trainer", peer_id=OPERATOR.peer_id, run="test"),
+    }
+    parts |= {"origin_url": "https://trainer.example", "origin_fingerprint": b"f" * 32}
+    parts |= {"origin_token": lambda relay: "t" * 32, "discovery_state": lambda: "connected"}
+    return TrainerRole(TrainerParts(**parts))
+
+
+@pytest.mark.parametrize("step", [2, 7])
+async def test_training_state_of_another_time_than_the_ledger_is_refused(ledger: LedgerFile, step: int) -> None:
+    """The ledger was lost or put back alone: training on would sign a second history."""
+    with (
+        trio.fail_after(5),
+        pytest.raises(DataDirError, match=f"checkpoint {step}, but the ledger has 0 trained steps"),
+    ):
+        await trainer(ledger, step=step).run()
+
+
+async def test_old_copy_of_the_data_directory_is_refused(ledger: LedgerFile) -> None:
+    """A back-up was put back while a relay holds a newer head of the same trainer: a fork of the ledger."""
+    relay = FakeRelay(ledger_length=9, ledger_tip=b"n" * 32)
+    with trio.fail_after(5), pytest.raises(ExceptionGroup) as caught:
+        await trainer(ledger, step=0, relay=relay).run()
+    error = caught.value
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, DataDirError)
+    assert "holds a head of this trainer with 9 ledger entries" in str(error)
+    assert not relay.introduced.is_set()
+
+
+async def test_rewritten_ledger_is_refused(ledger: LedgerFile) -> None:
+    relay = FakeRelay(ledger_length=1, ledger_tip=b"x" * 32)
+    with trio.fail_after(5), pytest.raises(ExceptionGroup):
+        await trainer(ledger, step=0, relay=relay).run()
+
+
+async def test_relay_with_an_earlier_head_is_no_hindrance(ledger: LedgerFile) -> None:
+    tip = ledger.state.tip_at(1)
+    assert tip is not None
+    relay = FakeRelay(ledger_length=1, ledger_tip=tip)
+    role = trainer(ledger, step=0, relay=relay)
+    with trio.fail_after(5):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(role.run)
+            await relay.introduced.wait()
+            nursery.cancel_scope.cancel()
