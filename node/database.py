@@ -64,4 +64,13 @@ class Database:
         try:
             yield
         except sqlite3.Error as error:
+            if type(error) is sqlite3.DatabaseError:  # what sqlite says of a file that is no database, or no longer one
+                raise self._damaged(error) from error
             raise DataDirError(f"cannot use {self._name} {self.path}: {error}", hint=self._hint) from error
+
+    def _damaged(self, error: sqlite3.Error) -> DataDirError:
+        return DataDirError(
+            f"{self._name} {self.path} is damaged: {error}",
+            hint="restore it from a back-up, or move it away, which loses what it held of unfinished work: "
+            f"mv {self.path} {self.path}.damaged",
+        )

@@ -174,7 +174,9 @@ def _facts(found: Found) -> Table:
         "submission": f"{record.submission.hex()} at step {record.step}",
         "contributor": PeerId(record.contributor),
         "validator": f"{found.verdict.author}, {_time(record.issued_at_ms)}, at {head}",
-        "computed with": f"{record.engine or 'no engine'} {record.dtype}, {record.software}",
+        "computed with": f"{record.engine} {record.dtype}, {record.software}"
+        if record.engine
+        else f"no engine, {record.software}",
         "mean reward": f"{record.mean_reward:.4g}",
         "drawn": _draw_text(record),
         "beacon": _beacon_text(record),

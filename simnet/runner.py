@@ -60,6 +60,8 @@ def run_scenario(
             make_view(console, live=live)
         )
     report, path = write_report(recording, out)
+    if report.outcome == "interrupted":
+        _say(console, "interrupted: the expectations are judged by what there was until then")
     for expectation in report.expectations:
         mark = "met" if expectation.met else "NOT MET"
         _say(console, f"{mark:8} {expectation.name} {expectation.goal} (found {expectation.value})")
