@@ -13,7 +13,7 @@ from simnet.cheats import CHEATS
 from trainer.recipe import load_recipe
 
 CAUGHT_BY = {
-    "int4-g32": {"judging: toploc", "judging: logprob"},
+    "int4-g32": {"judging: toploc", "judging: sampling", "judging: logprob"},  # whichever comes first of a rollout
     "other-seed": {"judging: sampling"},
     "other-prompt": {"screening: prompt"},
     "missing-proofs": {"screening: toploc"},
