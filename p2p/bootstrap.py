@@ -211,6 +211,8 @@ def parse_target(text: str) -> tuple[Any, Multiaddr]:
 
 def read_targets(path: Path) -> list[tuple[Any, Multiaddr]]:
     """The multiaddrs in a file, one a line; empty lines and those with # are left out. Raises BootstrapError."""
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise BootstrapError(f"the bootstrap file {path} is not a regular file", hint="write --bootstrap @<file>")
     try:
         with path.open("rb") as file:
             lines = file.read(MAX_FILE_BYTES).decode("utf-8", "replace").splitlines()

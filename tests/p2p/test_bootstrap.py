@@ -1,5 +1,6 @@
 import errno
 import itertools
+import os
 import socket
 
 import pytest
@@ -384,3 +385,10 @@ async def test_two_hundred_hosts_reconnect(tmp_path):
                 back.clear()
                 await trio.sleep(15)  # until all have noticed
             nursery.cancel_scope.cancel()
+
+
+def test_a_pipe_as_bootstrap_file_is_refused_at_once(tmp_path):
+    """Reading it would wait for a writer for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(BootstrapError, match="not a regular file"):
+        read_targets(tmp_path / "pipe")
