@@ -103,3 +103,10 @@ def test_tolerances_are_tables_by_number_format():
     assert "tolerance.float32.max_margin" in caught.value.hint
     with pytest.raises(ConfigError, match="tolerance"):
         parse_recipe(demo_with("[tolerance.float32]", '[tolerance."float 32"]'))
+
+
+@pytest.mark.parametrize("setting", ["top_p = 0.9", "top_k = 50", "min_p = 0.1"])
+def test_sampling_cannot_be_truncated(setting):
+    """Which tokens a mask keeps drifts between machines: a manifest cannot ask for one."""
+    with pytest.raises(ConfigError, match=setting.split(" ")[0]):
+        parse_recipe(demo_with("temperature = 1.0", f"temperature = 1.0\n{setting}"), origin="mine.toml")
