@@ -18,13 +18,13 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from node.atomic import write_atomically
 from node.clock import now_ms
 from node.compute.process import ComputeProcess
 from node.datadir import make_directory
 from node.held import held_run, newest_policy
 from node.run_create import manifest_from_recipe, model_directory
 from node.version import SOFTWARE
+from protocol.atomic import write_atomically
 from protocol.errors import ConfigError
 from protocol.identity import PeerId
 from protocol.records import Manifest, Tolerance

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from node.atomic import write_atomically
+from protocol.atomic import write_atomically
 from protocol.errors import DataDirError
 
 LAYOUT_VERSION: Final = 1

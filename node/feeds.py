@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 import trio
 
-from node.atomic import write_atomically
 from node.relay_client import FeedItem, RelayClient
+from protocol.atomic import write_atomically
 from protocol.errors import ProtocolError, RelayError
 from protocol.identity import PeerId
 

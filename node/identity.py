@@ -19,8 +19,8 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
-from node.atomic import sync_directory
 from node.datadir import disk_error, make_directory
+from protocol.atomic import sync_directory
 from protocol.errors import IdentityError
 from protocol.identity import KEY_BYTES, Identity
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from environments.registry import get_environment
-from node.atomic import write_atomically
 from node.datadir import disk_error, make_directory
+from protocol.atomic import write_atomically
 from protocol.envelope import Signed, open_envelope, seal
 from protocol.errors import ConfigError, DataDirError, MalformedError, ModelError
 from protocol.identity import Identity, PeerId

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import msgspec
 
-from node.atomic import write_atomically
 from node.clock import now_ms
 from node.version import SOFTWARE
+from protocol.atomic import write_atomically
 from protocol.constants import SIGNATURE_DOMAIN
 from protocol.errors import DataDirError
 from protocol.identity import PeerId

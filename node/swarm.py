@@ -19,13 +19,13 @@ from typing import Final
 import msgspec
 import trio
 
-from node.atomic import write_atomically
 from node.clock import now_ms
 from node.relay_client import RelayClient
 from node.status import StatusBoard
 from p2p.contacts import Contacts
 from p2p.http import HttpClient
 from p2p.shardcast.sources import Source
+from protocol.atomic import write_atomically
 from protocol.constants import MAX_CLOCK_SKEW_S
 from protocol.envelope import Signed, open_envelope
 from protocol.errors import (

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -20,6 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.atomic import write_atomically
 from protocol.constants import PROOF_CHUNK_TOKENS
 from protocol.errors import DataDirError, MalformedError, ModelError
 
@@ -66,17 +66,7 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> tuple[bytes, int]
     Raises ModelError if a reader would refuse the rollouts (an engine's NaN, for one), DataDirError if the disk does.
     """
     data = _encode(rollouts)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        _write_durably(temporary, data)
-        temporary.replace(path)
-        _sync_directory(path.parent)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise DataDirError(
-            f"cannot write {path}: {error.strerror}",
-            hint=f"check free space and permissions (`df -h {path.parent}`, `ls -ld {path.parent}`)",
-        ) from error
+    write_atomically(path, data)
     return hashlib.sha256(data).digest(), len(data)
 
 
@@ -155,21 +145,6 @@ def _encode(rollouts: Sequence[Rollout]) -> bytes:
         store_schema=False,
     )
     return sink.getvalue()
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_table(file: Any, max_rollouts: int) -> Any:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from node.atomic import sync_directory
 from node.relay.quota import DiskQuota, Usage, refuse_share
+from protocol.atomic import sync_directory
 from protocol.envelope import Signed
 from protocol.errors import ChecksumError, DataDirError, RefusedError
 from protocol.identity import PeerId
