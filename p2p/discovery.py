@@ -39,7 +39,7 @@ from p2p.reachability import (
 )
 from p2p.scores import Scores
 from protocol.envelope import Signed
-from protocol.errors import ConfigError, MalformedError, NodeError
+from protocol.errors import ConfigError, DataDirError, MalformedError, NodeError
 from protocol.identity import Identity, PeerId
 from protocol.records import Manifest, RelayAdvert, RunPointer
 from protocol.run import RunAddress
@@ -330,7 +330,7 @@ class P2PNode:
     async def _save(self, save: Callable[[], None]) -> None:
         try:
             await trio.to_thread.run_sync(save)
-        except OSError as error:
+        except (OSError, DataDirError) as error:
             log.error("peers_unwritable error=%s next=check_the_data_directory", error)
 
     def _seen(self) -> list[RememberedPeer]:

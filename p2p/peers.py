@@ -7,13 +7,14 @@ damaged or hostile file costs some failed dials.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
+
+from protocol.atomic import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -50,13 +51,8 @@ class PeerBook:
 
     def save(self) -> None:
         """Write the file, atomically. Blocks."""
-        temporary = self._path.with_suffix(".tmp")
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(self.peers), indent=1))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self._path)
+        write_atomically(self._path, msgspec.json.format(msgspec.json.encode(self.peers), indent=1))
 
 
 def _read(path: Path) -> list[RememberedPeer]:

@@ -8,7 +8,6 @@ what is remembered must not either.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from p2p.addresses import Scope, neighbourhood, scope_of_ip
+from protocol.atomic import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -114,13 +114,8 @@ class Scores:
         if self._path is None:
             return
         self.unsaved = False
-        temporary = self._path.with_suffix(".tmp")
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(list(self._bans.values())), indent=1))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self._path)
+        write_atomically(self._path, msgspec.json.format(msgspec.json.encode(list(self._bans.values())), indent=1))
 
     def _row(self, name: str, now_s: float) -> dict[str, Any]:
         score, ban = self._scores.get(name), self._bans.get(name)
