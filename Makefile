@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
+TEST_PROCESSES ?= 2
 # Processes share the cores; numerical libraries must not each take all of them.
 export OMP_NUM_THREADS ?= 1
 
@@ -27,7 +28,7 @@ demo: setup  ## Run a whole small swarm on this machine; its last line says wher
 	$(BIN)/intellect-node demo
 
 test: setup  ## Run the tests
-	$(BIN)/python -m pytest -m 'not long'
+	$(BIN)/python -m pytest -m 'not long' -n $(TEST_PROCESSES) --dist loadfile
 
 test-long: setup  ## Run the tests that take minutes
 	$(BIN)/python -m pytest -m long

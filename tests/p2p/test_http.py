@@ -5,7 +5,7 @@ import hashlib
 import os
 import socket
 import threading
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 import msgspec
@@ -80,7 +80,7 @@ async def raw_server(reply):
     async def answer(stream):
         async with stream:
             await stream.receive_some()
-            with trio.move_on_after(2):
+            with trio.move_on_after(2), suppress(trio.BrokenResourceError):  # a client may hang up at the first bad byte
                 await stream.send_all(reply)
 
     async with trio.open_nursery() as nursery:
