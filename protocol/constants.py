@@ -28,3 +28,12 @@ MAX_DHT_VALUE_BYTES: Final = 8192
 
 MAX_SHARDS: Final = 1 << 14
 """Most shards of one checkpoint: a 64 GB policy in 16 MiB shards has 4096. Bounds the checkpoint manifest's size."""
+
+MAX_BATCH_SUBMISSIONS: Final = 1 << 13
+"""Most submissions of one batch. Bounds the ledger's largest entry; a larger one is refused by every node."""
+
+MAX_BATCH_GROUPS: Final = 1 << 20
+"""Most groups of one batch: its entry has a bit for each. Bounds the ledger's largest entry as well."""
+
+MAX_POOL_TASKS: Final = 1 << 20
+"""Most tasks of one pool file, which is then 33 MiB and travels with the policy. Readers refuse a longer file."""

@@ -11,7 +11,10 @@ NodeError                     base: what failed, why probably, what to do next
 ├── ComputeError              the compute process reported a failure
 │   └── ComputeCrashed        the compute process died (out of memory, killed)
 ├── ModelError                a model, tokenizer or checkpoint cannot be used
+├── TrainingError             the policy has diverged: training on would only make it worse
 ├── EnvironmentUnknown        an environment is missing or has another digest
+├── SandboxError              programs cannot be isolated on this machine
+│   └── BoxError              one box of the sandbox did not start, or broke
 └── ProtocolError             bytes from outside break the protocol
     ├── MalformedError        they do not decode, are too large, or break a bound
     ├── SignatureError        the signature does not hold
@@ -92,8 +95,20 @@ class ModelError(NodeError):
     """Raised when a model directory, a tokenizer or a checkpoint cannot be used."""
 
 
+class TrainingError(NodeError):
+    """Raised when training must stop: too many optimiser steps in a row had no finite loss or gradient."""
+
+
 class EnvironmentUnknown(NodeError):
     """Raised when an environment is not installed or has another digest than the manifest's."""
+
+
+class SandboxError(NodeError):
+    """Raised when programs that nobody trusts cannot be isolated on this machine, so none is run."""
+
+
+class BoxError(SandboxError):
+    """Raised when one box did not start in time or broke; that says nothing about the program in it."""
 
 
 class ProtocolError(NodeError):

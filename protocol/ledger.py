@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Literal, NoReturn
 
+from protocol.batches import fault_of
 from protocol.draw import TrackRecord, prove_undrawn
 from protocol.envelope import Record, Signed, kind_of, open_envelope
 from protocol.errors import LedgerError, ProtocolError, WrongRunError
@@ -80,6 +81,8 @@ class LedgerState:
         self.contributors: dict[PeerId, Contributor] = {}
         self.submissions: dict[bytes, LedgerSubmission] = {}
         self.batches: dict[int, tuple[bytes, ...]] = {}
+        self.committed: dict[int, Batch] = {}
+        """The entries of `batches`."""
         self.trained: dict[int, Trained] = {}
         self._files: set[bytes] = set()
         self._rules: dict[str, Callable[[Signed[Any]], None]] = {
@@ -116,11 +119,16 @@ class LedgerState:
         """Accepted submissions that a batch for `step` may hold, in ledger order."""
         return [key for key, one in self.submissions.items() if self._why_unusable(one, step) is None]
 
-    def stale(self, step: int) -> int:
-        """How many accepted submissions no batch from `step` on can use any more."""
+    def stale(self, step: int) -> list[bytes]:
+        """Accepted submissions that no batch from `step` on can use any more: dropped, never trained."""
         oldest = step - self.manifest.batch.max_staleness
-        waiting = (one for one in self.submissions.values() if one.state == "accepted" and one.used_in is None)
-        return sum(one.record.checkpoint_step < oldest for one in waiting)
+        waiting = ((key, one) for key, one in self.submissions.items() if one.state == "accepted")
+        return [key for key, one in waiting if one.used_in is None and one.record.checkpoint_step < oldest]
+
+    def committed_at_ms(self, step: int) -> int:
+        """When the batch before a step's was signed, or the run: the step cannot have opened earlier."""
+        before = self.committed.get(step - 1)
+        return self.manifest.issued_at_ms if before is None else before.issued_at_ms
 
     def next_index(self, author: PeerId, step: int) -> int:
         contributor = self.contributors.get(author)
@@ -234,9 +242,14 @@ class LedgerState:
             fault = "not in the ledger" if submission is None else self._why_unusable(submission, record.step)
             if fault is not None:
                 _refuse("unusable", f"submission {key.hex()[:12]} cannot be trained at step {record.step}: {fault}")
+        waited_s = (record.issued_at_ms - self.committed_at_ms(record.step)) / 1e3
+        fault = fault_of(self.manifest, record, waited_s=waited_s)
+        if fault:
+            _refuse("short", f"the batch of step {record.step} is not what this run trains on: {fault}")
         for key in record.submissions:
             self.submissions[key].used_in = record.step
         self.batches[record.step] = record.submissions
+        self.committed[record.step] = record
 
     def _why_unusable(self, submission: LedgerSubmission, step: int) -> str | None:
         if submission.state != "accepted":

@@ -6,11 +6,12 @@ authorises something names its run and carries a sequence number or an issue tim
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from protocol.constants import MAX_SHARDS
+from protocol.constants import MAX_BATCH_GROUPS, MAX_BATCH_SUBMISSIONS, MAX_POOL_TASKS, MAX_SHARDS
 from protocol.envelope import Record
 from protocol.identity import PeerId
 
@@ -24,6 +25,16 @@ Url = Annotated[str, Meta(max_length=256, pattern=r"^https://[!-~]+\Z")]
 """Whoever may be asked something is asked over TLS: a token must never travel in clear."""
 Threshold = Annotated[float, Meta(ge=0)]  # refuses NaN, which every measurement would pass
 FileName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*\Z")]
+PackageText = Annotated[str, Meta(max_length=64, pattern=r"^([A-Za-z0-9][A-Za-z0-9._+!-]*)?\Z")]
+"""Name or version of a distribution: goes into commands that a person is told to run."""
+ParameterName = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-z][a-z0-9_]*\Z")]
+_Parameter = (
+    Annotated[int, Meta(ge=-(2**53), le=2**53)]
+    | Annotated[float, Meta(ge=-1e300, le=1e300)]
+    | bool
+    | Annotated[str, Meta(max_length=512)]
+)
+ParameterValue = _Parameter | Annotated[tuple[_Parameter, ...], Meta(max_length=64)]
 Outcome = Literal["pass", "fail", "unknown"]
 Dtype = Annotated[str, Meta(min_length=1, max_length=16, pattern=r"^[a-z0-9_]+\Z")]
 
@@ -45,12 +56,52 @@ class ModelSpec(Spec, frozen=True, kw_only=True):
     """Token ids that end a rollout."""
 
 
+class PoolSpec(Spec, frozen=True, kw_only=True):
+    """A file of task seeds that prompts are drawn from, from some step on (protocol.pools)."""
+
+    sha256: Digest
+    """Of the file, which travels with every checkpoint under a name that follows from this."""
+    count: Annotated[int, Meta(ge=1, le=MAX_POOL_TASKS)]
+    from_step: Count = 0
+    """The first training step whose prompts are drawn from it; the next pool ends it."""
+
+
 class EnvironmentSpec(Spec, frozen=True, kw_only=True):
     """Where prompts and rewards come from."""
 
     name: Name
     digest: Digest
-    """Environment.digest(): covers its name, version and data."""
+    """Environment.digest: covers its name, version, parameters, what it requires, and its data."""
+    version: Positive = 1
+    """As the next four, this is what to install; only the digest says whether it is the same."""
+    package: PackageText = ""
+    """Distribution that brings the environment."""
+    package_version: PackageText = ""
+    requires: Annotated[dict[PackageText, PackageText], Meta(max_length=16)] = {}
+    """Versions of other distributions that decide tasks or rewards."""
+    parameters: Annotated[dict[ParameterName, ParameterValue], Meta(max_length=32)] = {}
+    data: Digest | None = None
+    """SHA-256 of the data file, which lies among the policy's files (environments.registry.DATA_FILE)."""
+    pools: Annotated[tuple[PoolSpec, ...], Meta(max_length=8)] = ()
+    """The curriculum, by rising `from_step`; before the first one, tasks are drawn from the whole environment."""
+
+    def __post_init__(self) -> None:
+        steps = [pool.from_step for pool in self.pools]
+        if any(later <= earlier for earlier, later in pairwise(steps)):
+            raise ValueError(f"pools: from_step must rise from pool to pool, and is {', '.join(map(str, steps))}")
+
+
+class LengthSpec(Spec, frozen=True, kw_only=True):
+    """Answers of a wanted length: a target for each prompt, and what missing it costs (protocol.lengths)."""
+
+    targets: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=64)]
+    """Lengths in tokens, all equally likely; rising."""
+    alpha: Annotated[float, Meta(ge=0, le=1)]
+    """Taken from the reward for each token that an answer is longer or shorter than its target."""
+
+    def __post_init__(self) -> None:
+        if any(later <= earlier for earlier, later in pairwise(self.targets)):
+            raise ValueError(f"targets must rise, and are {', '.join(map(str, self.targets))}")
 
 
 class RolloutSpec(Spec, frozen=True, kw_only=True):
@@ -63,6 +114,15 @@ class RolloutSpec(Spec, frozen=True, kw_only=True):
     temperature: Annotated[float, Meta(gt=0, le=10)]
     max_submissions_per_step: Annotated[int, Meta(ge=1, le=1 << 16)]
     """Most submissions of one node at one step."""
+    length: LengthSpec | None = None
+    """Length rewards; none unless given."""
+
+    def __post_init__(self) -> None:
+        if self.length is not None and self.length.targets[-1] > self.max_new_tokens:
+            raise ValueError(
+                f"length.targets: {self.length.targets[-1]} tokens cannot be reached with max_new_tokens = "
+                f"{self.max_new_tokens}"
+            )
 
 
 class BatchSpec(Spec, frozen=True, kw_only=True):
@@ -72,6 +132,14 @@ class BatchSpec(Spec, frozen=True, kw_only=True):
     max_staleness: Annotated[int, Meta(ge=0, le=64)]
     """Most checkpoints that a rollout's policy may lie behind the step that trains on it (asynchrony)."""
     total_steps: Positive
+    signal_only: bool = False
+    """Count only rollouts of groups whose rewards differ, and ask for more until there are enough (online filter)."""
+    max_tries: Annotated[int, Meta(ge=1, le=64)] = 4
+    """With `signal_only`: most submissions a step takes, in multiples of what it would take without."""
+    deadline_s: Annotated[float, Meta(gt=0, le=30 * 86400)] | None = None
+    """Seconds from a step's opening after which its batch may be short."""
+    minimum_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    """Least share of `rollouts_per_step` that a batch is trained with; with less the step leaves the policy alone."""
 
 
 class ToplocSpec(Spec, frozen=True, kw_only=True):
@@ -289,7 +357,7 @@ class CheckpointFile(Spec, frozen=True, kw_only=True):
     name: FileName
     size: Count
     sha256: Digest
-    """For whoever audits a file by itself; nodes check shards, which cover every byte."""
+    """Over the SHA-256 of its pieces laid end to end, which end where shards end; a whole shard's is the shard's."""
 
 
 class CheckpointManifest(Record, frozen=True, kw_only=True):
@@ -408,8 +476,12 @@ class Batch(Record, frozen=True, kw_only=True):
 
     run_id: Digest
     step: Count
-    submissions: Annotated[tuple[Digest, ...], Meta(min_length=1, max_length=1 << 13)]
+    submissions: Annotated[tuple[Digest, ...], Meta(min_length=1, max_length=MAX_BATCH_SUBMISSIONS)]
     issued_at_ms: Count
+    ended: Literal["whole", "tries", "deadline"]
+    """Why no more submissions were waited for (protocol.batches)."""
+    silent: Annotated[bytes, Meta(max_length=MAX_BATCH_GROUPS // 8)]
+    """Where the run trains on groups with signal only: a bit for each group, set where all its rewards are equal."""
 
 
 class Trained(Record, frozen=True, kw_only=True):

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -34,6 +36,7 @@ ROLLOUT_SCHEMA: Final = (
     ("reward", "double"),
     ("finish_reason", "string"),
     ("proofs", "list<binary>"),
+    ("turns", "list<int32>"),
 )
 """Columns in order; none is nullable, nor is a list's element. A change here needs a new PROTOCOL_VERSION."""
 
@@ -48,7 +51,12 @@ _MAX_THRIFT_ITEMS: Final = 1024  # an honest schema has 20 nodes
 
 
 class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One answer to one prompt. `logprobs` are float32, of `output_ids`, under the sampling temperature."""
+    """One answer to one prompt. `logprobs` are float32, of `output_ids`, under the sampling temperature.
+
+    `reward` is NaN where the environment could not tell. `turns` is empty where the policy emitted all of `output_ids`;
+    else it holds where each of its turns begins and ends, the environment's replies lying between them: these have
+    log-probabilities of 0 and no proofs (`split_turns`).
+    """
 
     prompt_index: int
     member: int
@@ -58,6 +66,58 @@ class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     reward: float
     finish_reason: FinishReason
     proofs: list[bytes]
+    turns: list[int] = []
+
+
+def emitted_spans(output_tokens: int, turns: Sequence[int]) -> list[tuple[int, int]]:
+    """Where the policy's own tokens lie in an answer. Raises MalformedError unless turns rise, apart, to its end."""
+    if not turns:
+        return [(0, output_tokens)]
+    inner = turns[1:-1]
+    if len(turns) < 4 or len(turns) % 2 or turns[0] != 0 or turns[-1] != output_tokens:
+        raise MalformedError("turns that do not reach from an answer's first token to its last")
+    if any(low >= high for low, high in pairwise((0, *inner, output_tokens))):
+        raise MalformedError("turns, or replies between them, without a token")
+    return list(zip(turns[::2], turns[1::2], strict=True))
+
+
+def split_turns(rollout: Rollout, group_size: int) -> list[Rollout]:
+    """A rollout's turns as answers of their own: what came before a turn is its prompt.
+
+    Turn t counts as member `member` + t · `group_size`, whose sampling noise it has. Raises MalformedError.
+    """
+    spans = emitted_spans(len(rollout.output_ids), rollout.turns)
+    if len(spans) == 1:
+        return [rollout]
+    found, used = [], 0
+    for turn, (start, stop) in enumerate(spans):
+        proofs = -(-(stop - start) // PROOF_CHUNK_TOKENS)
+        is_last = turn == len(spans) - 1
+        found.append(
+            msgspec.structs.replace(
+                rollout,
+                member=rollout.member + turn * group_size,
+                prompt_ids=rollout.prompt_ids + rollout.output_ids[:start],
+                output_ids=rollout.output_ids[start:stop],
+                logprobs=rollout.logprobs[start:stop],
+                proofs=rollout.proofs[used:] if is_last else rollout.proofs[used : used + proofs],
+                finish_reason=rollout.finish_reason if is_last else "stop",
+                turns=[],
+            )
+        )
+        used += proofs
+    return found
+
+
+def told_rewards(rollouts: Sequence[Rollout]) -> list[float]:
+    """The rewards of those whose environment could tell."""
+    return [rollout.reward for rollout in rollouts if not math.isnan(rollout.reward)]
+
+
+def mean_reward(rollouts: Sequence[Rollout]) -> float:
+    """Mean of the rewards that could be told; 0 where none could."""
+    told = told_rewards(rollouts)
+    return sum(told) / len(told) if told else 0.0
 
 
 def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> tuple[bytes, int]:
@@ -179,19 +239,30 @@ def _check_table(table: Any, *, max_rollouts: int, max_tokens: int, vocab_size: 
     _require(bool((_lengths(table, "logprobs") == outputs).all()), "as many log-probabilities as output tokens are due")
     for name in ("prompt_ids", "output_ids"):
         _require(_within(_elements(table, name), 0, vocab_size - 1), f"{name} outside the vocabulary of {vocab_size}")
+    for turns in _turns(table):
+        emitted_spans(*turns)
     for name in ("prompt_index", "member"):
         _require(_within(_scalars(table, name), 0, MAX_TOKEN_ID), f"a negative {name}")
     _require(bool(np.isfinite(_elements(table, "logprobs")).all()), "a log-probability that is not finite")
-    _require(bool(np.isfinite(_scalars(table, "reward")).all()), "a reward that is not finite")
+    _require(not bool(np.isinf(_scalars(table, "reward")).any()), "a reward that is infinite")
     _check_proofs(table, outputs)
     _check_finish_reasons(table)
 
 
 def _check_proofs(table: Any, outputs: NDArray[np.int64]) -> None:
-    most = -(-outputs // PROOF_CHUNK_TOKENS)
+    most = -(-outputs // PROOF_CHUNK_TOKENS) + _lengths(table, "turns") // 2  # each turn has a last chunk
     _require(bool((_lengths(table, "proofs") <= most).all()), "more proofs than chunks of output tokens")
     sizes = np.diff(_offsets(_flattened(table, "proofs")))
     _require(_within(sizes, 0, MAX_PROOF_BYTES), f"a proof of more than {MAX_PROOF_BYTES} bytes")
+
+
+def _turns(table: Any) -> Iterator[tuple[int, list[int]]]:
+    """Output tokens and turns of the rollouts that have several; few lists become Python's."""
+    lengths, outputs = _lengths(table, "turns"), _lengths(table, "output_ids")
+    _require(bool((lengths <= outputs + 1).all()), "more turns than output tokens")
+    column = _column(table, "turns")
+    for row in np.flatnonzero(lengths).tolist():
+        yield int(outputs[row]), column[row].as_py()
 
 
 def _check_finish_reasons(table: Any) -> None:

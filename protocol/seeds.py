@@ -10,6 +10,13 @@ domain, `"intellect-node/<protocol version> seed/<purpose>"`; integers are 8 byt
     submission   run id, step, checkpoint id, contributor's public key, submission index
     prompt       submission seed, prompt index
     rollout      submission seed, prompt index, member of the group
+    length       prompt seed
+    pool         prompt seed
+    candidate    name of a filtering (any bytes), number of the task
+    evaluation   name of a held-out set (a run id, or any other bytes)
+
+A held-out set's seed takes the place of a submission's in `prompt` and `rollout`. It comes from a purpose of its own,
+so no submission of any run has it.
 """
 
 from __future__ import annotations
@@ -32,6 +39,16 @@ def submission_seed(run_id: bytes, step: int, *, checkpoint: bytes, contributor_
     return _derive("submission", run_id, step, checkpoint, contributor_key, index)
 
 
+def evaluation_seed(name: bytes) -> bytes:
+    """Seed of a held-out set, which no submission can have: a run's own is named by its run id; 32 bytes."""
+    return _derive("evaluation", name)
+
+
+def candidate_seed(name: bytes, number: int) -> bytes:
+    """Seed of the `number`-th task that a filtering looks at, whatever run it is for; 32 bytes."""
+    return _derive("candidate", name, number)
+
+
 def prompt_seed(submission: bytes, prompt_index: int) -> bytes:
     """Seed from which the environment draws a submission's `prompt_index`-th task; 32 bytes."""
     return _derive("prompt", submission, prompt_index)
@@ -40,6 +57,16 @@ def prompt_seed(submission: bytes, prompt_index: int) -> bytes:
 def rollout_seed(submission: bytes, prompt_index: int, member: int) -> bytes:
     """Seed of the sampling noise of one rollout, the `member`-th answer to a prompt; 32 bytes."""
     return _derive("rollout", submission, prompt_index, member)
+
+
+def length_seed(prompt: bytes) -> bytes:
+    """Seed of the length that is asked for with a prompt (protocol.lengths); 32 bytes."""
+    return _derive("length", prompt)
+
+
+def pool_seed(prompt: bytes) -> bytes:
+    """Seed of which task of a pool a prompt is (protocol.pools); 32 bytes."""
+    return _derive("pool", prompt)
 
 
 def _derive(purpose: str, *parts: bytes | int) -> bytes:

@@ -156,9 +156,12 @@ def make_draw_evidence(submission: Signed[Submission], beacon: Signed[Head], *, 
     return Draw(drawn=False, rate=rate, why="not drawn", beacon=beacon.data, receipt=receipt_of(submission).data)
 
 
-def make_batch(run_id: bytes, step: int, submissions: list[Signed[Submission]], *, by: Identity = OPERATOR) -> bytes:
+def make_batch(
+    run_id: bytes, step: int, submissions: list[Signed[Submission]], *, by: Identity = OPERATOR, **changes: Any
+) -> bytes:
     ids = tuple(one.id for one in submissions)
-    return seal(Batch(run_id=run_id, step=step, submissions=ids, issued_at_ms=3), by)
+    record = Batch(run_id=run_id, step=step, submissions=ids, issued_at_ms=3, ended="whole", silent=b"")
+    return seal(msgspec.structs.replace(record, **changes), by)
 
 
 def make_trained(run_id: bytes, step: int, *, by: Identity = OPERATOR) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from typing import Any
 
 import pytest
 from factories import (
@@ -26,7 +27,7 @@ from protocol.envelope import Signed
 from protocol.errors import LedgerError, ProtocolError, WrongAuthorError, WrongRunError
 from protocol.identity import Identity
 from protocol.ledger import LedgerState, next_tip, open_entry
-from protocol.records import Submission
+from protocol.records import BatchSpec, Submission
 
 RUN = b"r" * 32
 
@@ -160,7 +161,7 @@ def test_batch_takes_no_stale_policy_and_no_future_one(state: LedgerState, alice
     late = make_submission(bob, RUN)
     accept(state, late)
     assert refused(state, make_batch(RUN, 2, [late])) == "unusable"
-    assert state.stale(2) == 1
+    assert len(state.stale(2)) == 1
 
 
 def test_batches_and_training_go_in_order(state: LedgerState, alice: Identity) -> None:
@@ -320,3 +321,32 @@ def test_honest_work_is_taken_in_any_order_of_steps(work: list[tuple[int, int, i
     for step, index, policy in sorted(work, key=lambda one: one[1]):  # of one step, the first index comes first
         state.apply(make_submission(CAROL, RUN, step=step, index=index, checkpoint_step=policy).data)
     assert len(state.submissions) == len(work)
+
+
+def filtered(**batch: Any) -> LedgerState:
+    """A run that trains on groups with signal only; a submission has two groups of two."""
+    spec = BatchSpec(rollouts_per_step=4, max_staleness=1, total_steps=3, signal_only=True, **batch)
+    return LedgerState(RUN, make_manifest(batch=spec))
+
+
+def test_a_batch_says_which_groups_it_leaves_out(alice: Identity) -> None:
+    state = filtered()
+    first, second = make_submission(alice, RUN), make_submission(alice, RUN, index=1)
+    accept(state, first)
+    accept(state, second)
+    assert refused(state, make_batch(RUN, 0, [first, second])) == "short", "it does not say it"
+    assert refused(state, make_batch(RUN, 0, [first], silent=b"\x01")) == "short", "2 of 4 rollouts are left"
+    state.apply(make_batch(RUN, 0, [first, second], silent=b"\x05"))
+    assert state.committed[0].silent == b"\x05"
+    assert state.submissions[second.id].used_in == 0
+
+
+def test_a_batch_cannot_claim_a_deadline_that_has_not_passed(alice: Identity) -> None:
+    """A trainer that wants a step without waiting for the contributors it does not like."""
+    state = filtered(deadline_s=10.0)
+    submission = make_submission(alice, RUN)
+    accept(state, submission)
+    early = make_batch(RUN, 0, [submission], silent=b"\x01", ended="deadline", issued_at_ms=10_000)
+    assert refused(state, early) == "short"
+    state.apply(make_batch(RUN, 0, [submission], silent=b"\x01", ended="deadline", issued_at_ms=10_001))
+    assert state.committed_at_ms(1) == 10_001

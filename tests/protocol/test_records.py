@@ -70,7 +70,7 @@ EXAMPLES: list[Record] = [
         draw=Draw(drawn=True, rate=0.25, why="drawn", beacon=b"head", receipt=b"receipt"),
         mean_reward=0.5, engine="torch", dtype="float32", software="1.0", head_sequence=1, issued_at_ms=1,
     ),
-    Batch(run_id=D, step=1, submissions=(D,), issued_at_ms=1),
+    Batch(run_id=D, step=1, submissions=(D,), issued_at_ms=1, ended="whole", silent=b""),
     Trained(run_id=D, step=1, checkpoint=D, mean_reward=0.5, metrics={"loss": -0.1}, issued_at_ms=1),
     Eviction(run_id=D, contributor=KEY, verdict=D, reason="forged proof", issued_at_ms=1),
 ]  # fmt: skip

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.seeds import SeedStream, prompt_seed, rollout_seed, submission_seed
+from protocol.seeds import SeedStream, evaluation_seed, prompt_seed, rollout_seed, submission_seed
 
 RUN, POLICY, ALICE, BOB = (bytes([n]) * 32 for n in (1, 2, 3, 4))
 SUBMISSION = submission_seed(RUN, 7, checkpoint=POLICY, contributor_key=ALICE, index=5)
@@ -106,3 +106,16 @@ def test_uniform_covers_the_unit_interval():
     assert 0 <= min(draws) < 0.01
     assert 0.99 < max(draws) < 1
     assert abs(sum(draws) / len(draws) - 0.5) < 0.02
+
+
+def test_no_submission_has_the_seed_of_a_held_out_set():
+    """Attack: a contributor that is given a held-out prompt, or grinds for one: the two come from other domains."""
+    assert evaluation_seed(RUN) == derived(b"intellect-node/1 seed/evaluation", RUN)
+    held_out = evaluation_seed(RUN)
+    submissions = {
+        submission_seed(RUN, step, checkpoint=POLICY, contributor_key=ALICE, index=index)
+        for step in range(20)
+        for index in range(20)
+    }
+    prompts = {prompt_seed(seed, index) for seed in submissions for index in range(8)}
+    assert not prompts & {prompt_seed(held_out, index) for index in range(512)}
