@@ -1,28 +1,34 @@
-"""Group relative policy optimisation: advantages, the two-sided clipped loss, its KL and entropy terms.
+"""Group relative policy optimisation: advantages, and a policy objective with its KL and entropy terms.
 
-INTELLECT-2, section 3.4. Tensors are [B, W]: a row a rollout, a column a token, `mask` 1 on tokens the policy emitted.
-Sums are divided by what the caller says a whole optimiser step holds, so that micro-batches never change the loss.
+INTELLECT-2, section 3.4; the objectives themselves are trainer.objectives'. Per-token tensors are [N]: the answer
+tokens of a micro-batch laid end to end, nothing else. Sums are divided by what the caller says a whole optimiser step
+holds, so that neither micro-batches nor processes change the loss.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from protocol.errors import ConfigError
+from trainer.objectives import OBJECTIVES, Outcome, Tokens, ratio_of
 from trainer.recipe import LossSettings
+
+Advantage = Literal["normalised", "centred", "length_weighted"]
 
 _STD_FLOOR = 1e-6
 _LOG_RATIO_LIMIT = 20.0
-"""Where exp() is cut: far beyond every clip bound, and short of the infinities that turn gradients into NaN."""
 
 
-def group_advantages(rewards: Tensor, *, normalise: bool = True) -> Tensor:
-    """Reward minus the group's mean, [groups, group_size] → same; `normalise` divides by the standard deviation.
+def group_advantages(rewards: Tensor, *, kind: Advantage = "normalised", lengths: Tensor | None = None) -> Tensor:
+    """Reward minus the group's baseline, [groups, group_size] → same.
 
-    A group whose rewards are all equal has advantages of exactly zero. Raises ConfigError for groups of one.
+    `normalised` divides by the group's standard deviation; `length_weighted` (arXiv 2505.23585, section 3) takes for
+    its baseline the mean that weighs each reward by its answer's length, and needs `lengths` of the same shape. A group
+    whose rewards are all equal has advantages of exactly zero. Raises ConfigError for groups of one.
     """
     if rewards.ndim != 2 or rewards.shape[1] < 2:
         raise ConfigError(
@@ -30,20 +36,27 @@ def group_advantages(rewards: Tensor, *, normalise: bool = True) -> Tensor:
             hint="set rollout.group_size to 2 or more",
         )
     equal = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)
-    centred = (rewards - rewards.mean(dim=1, keepdim=True)).masked_fill(equal, 0.0)
-    return centred / (rewards.std(dim=1, keepdim=True) + _STD_FLOOR) if normalise else centred
+    weights = torch.ones_like(rewards)
+    if kind == "length_weighted":
+        if lengths is None:
+            raise ConfigError("length-weighted advantages need the lengths of the answers, and none were given")
+        weights = lengths.to(rewards.dtype)
+    baseline = (rewards * weights).sum(dim=1, keepdim=True) / weights.sum(dim=1, keepdim=True)
+    centred = (rewards - baseline).masked_fill(equal, 0.0)
+    return centred / (rewards.std(dim=1, keepdim=True) + _STD_FLOOR) if kind == "normalised" else centred
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What the loss compares: all [B, W] but `advantages`, which is [B]."""
+    """What the loss compares, [N] each."""
 
     logprobs: Tensor
     """Of the policy being trained; carries the gradient."""
     old_logprobs: Tensor
     """Where the ratio is 1: of the policy that sampled, or of the one before the step."""
     advantages: Tensor
-    mask: Tensor
+    owner: Tensor
+    """To which answer of the micro-batch each token belongs: 0, 1, 2 …"""
     entropy: Tensor
     reference_logprobs: Tensor | None = None
     """Of the policy that the run began with; needed for a KL term."""
@@ -51,23 +64,29 @@ class LossInputs:
     """Weights of tokens, for rollouts of a staler policy than `old_logprobs`."""
 
 
-def token_objective(inputs: LossInputs, settings: LossSettings) -> Tensor:
-    """The loss of each token, [B, W], before masking.
-
-    −min(min(ρ, δ)·A, clip(ρ, 1 − ε, 1 + ε)·A): what δ adds is a bound where A < 0 and ρ is large.
-    """
-    ratio = _ratio(inputs.logprobs, inputs.old_logprobs)
-    advantages = inputs.advantages[:, None]
-    bounded = ratio.clamp(max=settings.delta) * advantages
-    clipped = ratio.clamp(1 - settings.epsilon, 1 + settings.epsilon) * advantages
-    loss = -torch.minimum(bounded, clipped)
+def token_losses(inputs: LossInputs, settings: LossSettings) -> Outcome:
+    """The loss of each token, with its KL and entropy terms, and what the objective said of it."""
+    tokens = Tokens(inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.owner)
+    outcome = OBJECTIVES[settings.objective](tokens, settings)
+    loss = outcome.loss
     if inputs.importance is not None:
         loss = loss * inputs.importance
     if settings.kl_coefficient and inputs.reference_logprobs is not None:
         loss = loss + settings.kl_coefficient * kl_estimate(inputs.logprobs, inputs.reference_logprobs)
     if settings.entropy_coefficient:
         loss = loss - settings.entropy_coefficient * inputs.entropy
-    return loss
+    return outcome._replace(loss=loss)
+
+
+def grpo_loss(outcome: Outcome, owner: Tensor, settings: LossSettings, *, normaliser: float) -> Tensor:
+    """A micro-batch's share of an optimiser step's loss.
+
+    `normaliser` is what the whole optimiser step holds: its tokens (level `token`) or its rollouts (level `sample`).
+    """
+    losses = outcome.loss
+    if settings.level == "sample":
+        losses = losses / torch.bincount(owner).index_select(0, owner)
+    return losses.sum() / normaliser
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor) -> Tensor:
@@ -78,61 +97,44 @@ def kl_estimate(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 def importance_weights(old_logprobs: Tensor, behaviour_logprobs: Tensor, *, cap: float) -> Tensor:
     """How much likelier each token was before the step than when it was sampled, at most `cap`."""
-    return _ratio(old_logprobs, behaviour_logprobs).clamp(max=cap)
-
-
-def grpo_loss(inputs: LossInputs, settings: LossSettings, *, normaliser: float) -> Tensor:
-    """A micro-batch's share of an optimiser step's loss.
-
-    `normaliser` is what the whole optimiser step holds: its tokens (level `token`) or its rollouts (level `sample`).
-    """
-    losses = token_objective(inputs, settings) * inputs.mask
-    if settings.level == "sample":
-        losses = losses.sum(dim=1) / inputs.mask.sum(dim=1).clamp(min=1)
-    return losses.sum() / normaliser
-
-
-def _ratio(logprobs: Tensor, old: Tensor) -> Tensor:
-    return (logprobs - old).clamp(max=_LOG_RATIO_LIMIT).exp()
+    return ratio_of(old_logprobs, behaviour_logprobs).clamp(max=cap)
 
 
 @dataclass
 class LossSums:
-    """Sums over tokens, from which true means are taken whatever the micro-batches were."""
+    """Sums over tokens, from which true means are taken whatever the micro-batches and processes were."""
 
-    tokens: float = 0.0
-    clipped: float = 0.0
-    entropy: float = 0.0
-    kl: float | None = None
-    drift: float = 0.0
-    ratio_max: float = 0.0
+    sums: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))
+    """Tokens, clipped, entropy, drift, kl."""
+    ratio_max: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
 
     @torch.no_grad()
-    def add(self, inputs: LossInputs, settings: LossSettings) -> None:
+    def add(self, inputs: LossInputs, outcome: Outcome) -> None:
         """Count a micro-batch."""
-        mask, advantages = inputs.mask, inputs.advantages[:, None]
-        ratio = _ratio(inputs.logprobs, inputs.old_logprobs)
-        risen = (ratio > 1 + settings.epsilon) & (advantages > 0)
-        fallen = ((ratio < 1 - settings.epsilon) | (ratio > settings.delta)) & (advantages < 0)
-        self.tokens += float(mask.sum())
-        self.clipped += float(((risen | fallen) * mask).sum())
-        self.entropy += float((inputs.entropy * mask).sum())
-        self.drift += float((kl_estimate(inputs.logprobs, inputs.old_logprobs) * mask).sum())
-        self.ratio_max = max(self.ratio_max, float((ratio * mask).max()))
+        kl = torch.zeros((), device=inputs.logprobs.device)
         if inputs.reference_logprobs is not None:
-            divergence = kl_estimate(inputs.logprobs, inputs.reference_logprobs)
-            self.kl = (self.kl or 0.0) + float((divergence * mask).sum())
+            kl = kl_estimate(inputs.logprobs, inputs.reference_logprobs).sum()
+        added = [
+            outcome.clipped.sum(),
+            inputs.entropy.sum(),
+            kl_estimate(inputs.logprobs, inputs.old_logprobs).sum(),
+            kl,
+        ]
+        self.sums[0] += len(inputs.logprobs)
+        self.sums[1:] += torch.stack([one.double() for one in added]).cpu()
+        self.ratio_max = torch.maximum(self.ratio_max, outcome.ratio.max().double().cpu())
 
-    def means(self) -> dict[str, float]:
+    def means(self, *, with_kl: bool) -> dict[str, float]:
         """Per-token means under the paper's names.
 
-        `drift` is the divergence from the old log-probabilities, `kl` the one from the reference where there is one.
+        `drift` is the divergence from the old log-probabilities, `kl` the one from the reference, if there was one.
         """
-        tokens = max(self.tokens, 1.0)
+        tokens, clipped, entropy, drift, kl = self.sums.tolist()
+        count = max(tokens, 1.0)
         means = {
-            "clip_ratio": self.clipped / tokens,
-            "entropy": self.entropy / tokens,
-            "drift": self.drift / tokens,
-            "ratio_max": self.ratio_max,
+            "clip_ratio": clipped / count,
+            "entropy": entropy / count,
+            "drift": drift / count,
+            "ratio_max": float(self.ratio_max),
         }
-        return means if self.kl is None else {**means, "kl": self.kl / tokens}
+        return {**means, "kl": kl / count} if with_kl else means

@@ -1,31 +1,71 @@
-"""AdamW for a policy, its learning rate, and its state as plain tensors (no pickles on disk)."""
+"""AdamW for a policy, its learning rate, and its state as plain tensors (no pickles on disk).
+
+A policy that is published in bfloat16 has float32 masters here: an optimiser step changes about one bfloat16 value in a
+hundred, and what it adds to the others must not be lost.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from protocol.errors import ModelError
+from trainer.parallel import is_sharded, like, whole
 from trainer.policy import Policy
 from trainer.recipe import OptimiserSettings
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+_MASTER = "master"
 
 
-def make_optimiser(policy: Policy, settings: OptimiserSettings) -> AdamW:
-    """A fresh AdamW over all parameters of a policy."""
-    return AdamW(
-        policy.parameters().values(),
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
+class MasterAdamW(AdamW):
+    """AdamW over the masters of a policy's parameters, which are the parameters themselves when they are float32.
+
+    The policy's own values are its masters rounded to bfloat16 after each step: what is published is what the trainer
+    computes with.
+    """
+
+    def __init__(self, policy: Policy, settings: OptimiserSettings) -> None:
+        self.parameters = policy.parameters()
+        self.masters = self.parameters
+        if policy.settings.dtype == "bfloat16":
+            self.masters = {name: nn.Parameter(held.detach().clone()) for name, held in self.parameters.items()}
+        # The fused kernel knows no sharded tensors; over ordinary ones it is by far the fastest.
+        sharded = any(is_sharded(held) for held in self.parameters.values())
+        super().__init__(
+            self.masters.values(),
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            fused=not sharded,
+            foreach=False if sharded else None,
+        )
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Move the masters along the policy's gradients, then the policy to its masters."""
+        if self.masters is self.parameters:
+            super().step(closure)
+            return
+        for name, master in self.masters.items():
+            master.grad = self.parameters[name].grad
+        super().step(closure)
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                self.parameters[name].copy_(master.to(torch.bfloat16))
+                master.grad = None
+
+
+def make_optimiser(policy: Policy, settings: OptimiserSettings) -> MasterAdamW:
+    """A fresh optimiser over all parameters of a policy."""
+    return MasterAdamW(policy, settings)
 
 
 def set_learning_rate(optimiser: AdamW, settings: OptimiserSettings, step: int) -> float:
@@ -36,30 +76,68 @@ def set_learning_rate(optimiser: AdamW, settings: OptimiserSettings, step: int) 
     return rate
 
 
-def save_optimiser(policy: Policy, optimiser: AdamW, path: Path) -> None:
-    """Write the moments, named after the parameters."""
+def optimiser_tensors(optimiser: MasterAdamW) -> dict[str, Tensor]:
+    """Moments and masters by `<parameter>:<what>`, whole and on the CPU.
+
+    A collective call where the policy is sharded.
+    """
     tensors: dict[str, Tensor] = {}
-    for name, parameter in policy.parameters().items():
-        for moment, value in optimiser.state.get(parameter, {}).items():
-            tensors[f"{name}:{moment}"] = value.detach().cpu().contiguous()
+    for name, master in optimiser.masters.items():
+        for moment, value in optimiser.state.get(master, {}).items():
+            tensors[f"{name}:{moment}"] = whole(value)
+        if optimiser.masters is not optimiser.parameters:
+            tensors[f"{name}:{_MASTER}"] = whole(master)
+    return tensors
+
+
+def write_optimiser(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write what `optimiser_tensors` gave."""
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def restore_optimiser(policy: Policy, optimiser: AdamW, path: Path) -> None:
-    """Read the moments back, exactly. Raises ModelError when they are not this policy's."""
+def restore_optimiser(optimiser: MasterAdamW, path: Path) -> None:
+    """Read moments and masters back, exactly. Raises ModelError when they are not this policy's."""
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"the optimiser's state in {path} cannot be read: {error}") from error
-    for name, parameter in policy.parameters().items():
+    for name, master in optimiser.masters.items():
+        _restore_master(optimiser, name, tensors, path)
         moments = {moment: tensors.pop(f"{name}:{moment}") for moment in _MOMENTS if f"{name}:{moment}" in tensors}
         if not moments:
             continue
-        if len(moments) != len(_MOMENTS) or moments["exp_avg"].shape != parameter.shape:
+        if len(moments) != len(_MOMENTS) or moments["exp_avg"].shape != master.shape:
             raise ModelError(f"the optimiser's state in {path} does not fit the parameter {name}")
-        optimiser.state[parameter] = {key: value.clone().to(parameter.device) for key, value in moments.items()}
+        optimiser.state[master] = {
+            moment: value.clone() if moment == "step" else like(master, value) for moment, value in moments.items()
+        }
     if tensors:
         raise ModelError(f"the optimiser's state in {path} belongs to another model: it holds {min(tensors)}")
+
+
+def _restore_master(optimiser: MasterAdamW, name: str, tensors: dict[str, Tensor], path: Path) -> None:
+    stored = tensors.pop(f"{name}:{_MASTER}", None)
+    master = optimiser.masters[name]
+    if (stored is None) != (optimiser.masters is optimiser.parameters):
+        raise ModelError(
+            f"the optimiser's state in {path} {'lacks' if stored is None else 'has'} float32 masters: it was written "
+            "with another policy.dtype",
+            hint="a run keeps the recipe that it was created with",
+        )
+    if stored is not None:
+        if stored.shape != master.shape:
+            raise ModelError(f"the optimiser's state in {path} does not fit the parameter {name}")
+        with torch.no_grad():
+            master.copy_(like(master, stored))
+
+
+def clip_gradients(policy: Policy, max_norm: float) -> Tensor:
+    """Scale a policy's gradients to a norm of `max_norm` at most; gives the norm that they had, over all processes.
+
+    The paper clips aggressively: 0.05 to 0.1 at 32 billion parameters (INTELLECT-2, section 3.5).
+    """
+    norm = nn.utils.clip_grad_norm_(policy.parameters().values(), max_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def all_finite(loss: Tensor, grad_norm: Tensor) -> bool:

@@ -1,13 +1,14 @@
 """The policy as the trainer holds it: a causal language model, its weights on disk, and token log-probabilities.
 
-Reads any transformers-format directory: safetensors only, no code from the model's repository, no compilation,
-float32. Attention needs no mask, because batches are padded on the right and attention is causal.
+Reads any transformers-format directory: safetensors only, no code from the model's repository. Weights are float32 in
+memory, whatever they are on disk. Never compiled: the paper saw runs collapse under torch.compile (section 3.5).
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,97 +18,165 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from protocol.errors import ModelError
+from trainer.attention import NAME, register
+from trainer.head import PIECE_ELEMENTS, Job, PiecewiseHead
+from trainer.packing import Laid, Pair, lay_out
+from trainer.parallel import ALONE, World, recompute_layers, shard, whole
+from trainer.recipe import PolicySettings
+
+logger = logging.getLogger(__name__)
 
 WEIGHTS_FILE = "model.safetensors"
-_PADDING_SHARE = 0.4
-"""Most padding in a row: a longer sequence begins the next micro-batch."""
-
-
-@dataclass(frozen=True)
-class TokenBatch:
-    """Sequences padded on the right. `W` columns reach from the earliest first output token to the last one."""
-
-    inputs: Tensor
-    """[B, T−1] token ids that the model reads."""
-    targets: Tensor
-    """[B, W] token ids that it should predict."""
-    mask: Tensor
-    """[B, W] 1 on output tokens, 0 on prompt and padding."""
-    first: int
-    """Position of the first column in the sequence."""
-
-    @property
-    def width(self) -> int:
-        return self.targets.shape[1]
-
-    def align(self, values: Sequence[Sequence[float]]) -> Tensor:
-        """[B, W] per-token values of the output tokens, zero elsewhere."""
-        aligned = torch.zeros_like(self.mask)
-        aligned[self.mask.bool()] = torch.tensor(
-            [value for row in values for value in row], dtype=aligned.dtype, device=aligned.device
-        )
-        return aligned
-
-
-def pack_batch(
-    prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], *, device: str = "cpu"
-) -> TokenBatch:
-    """Lay prompts and their outputs into one batch. Every prompt and every output has a token at least."""
-    rows = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
-    longest = max(map(len, rows))
-    first = min(map(len, prompts))
-    tokens = torch.zeros(len(rows), longest, dtype=torch.long)
-    mask = torch.zeros(len(rows), longest)
-    for index, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
-        tokens[index, : len(row)] = torch.tensor(row)
-        mask[index, len(prompt) : len(row)] = 1
-    tokens, mask = tokens.to(device), mask.to(device)
-    return TokenBatch(tokens[:, :-1], tokens[:, first:], mask[:, first:], first)
-
-
-def micro_batches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """Indices by rising length, cut where a micro-batch would exceed `max_tokens` or be padded much.
-
-    A single sequence longer than `max_tokens` gets a micro-batch of its own.
-    """
-    batches: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda index: (lengths[index], index)):
-        length = lengths[index]
-        current = batches[-1] if batches else []
-        fits = current and (len(current) + 1) * length <= max_tokens
-        if fits and lengths[current[0]] >= (1 - _PADDING_SHARE) * length:
-            current.append(index)
-        else:
-            batches.append([index])
-    return batches
+_PROBE_TOLERANCE = 1e-2
+"""Log-probabilities of float32 passes agree to 1e-5; tokens that see their neighbours differ by tenths at least."""
 
 
 class Policy:
-    """A model, where it runs, and the directory it came from."""
+    """A model, where it runs, and how it is computed and published."""
 
-    def __init__(self, model: nn.Module, *, device: str = "cpu") -> None:
+    def __init__(self, model: nn.Module, *, device: str = "cpu", settings: PolicySettings | None = None) -> None:
         self.model = model
         self.device = device
+        self.settings = settings or PolicySettings()
+        self.packs = False
+        """Whether micro-batches may be packed."""
+        self.piece_elements = PIECE_ELEMENTS
+        self._head: PiecewiseHead | None = None
+        self._prepared = False
 
-    def score(self, batch: TokenBatch, temperature: float, *, with_entropy: bool = True) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the targets and entropies of the distributions at `temperature`, both [B, W].
+    def score(self, laid: Laid, temperature: float, *, with_entropy: bool = True) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of a micro-batch's answer tokens and entropies of what they were drawn from, both [N].
 
         Entropies carry a gradient only if `with_entropy`; they are always computed.
         """
-        output = self.model(input_ids=batch.inputs, use_cache=False, logits_to_keep=batch.width)
-        distribution = (output.logits.float() / temperature).log_softmax(-1)
-        logprobs = distribution.gather(-1, batch.targets[..., None])[..., 0]
+        if self._head is not None and laid.targets.numel() * self.vocab_size > self.piece_elements:
+            piece = max(1, self.piece_elements // self.vocab_size)
+            self._head.job = Job(laid.rows, laid.targets, temperature, with_entropy, piece)
+            try:
+                scores = self._forward(laid)
+                return scores[:, 0], scores[:, 1]
+            finally:
+                self._head.job = None
+        logits = self._forward(laid).float()
+        distribution = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
+        logprobs = distribution.flatten().index_select(0, laid.rows * distribution.shape[-1] + laid.targets)
         source = distribution if with_entropy else distribution.detach()
-        return logprobs, -(source.exp() * source).sum(-1)
+        return logprobs, -(source.exp() * source).sum(-1).index_select(0, laid.rows)
+
+    def _forward(self, laid: Laid) -> Tensor:
+        """What the model says where it is asked to, [B · U, V] logits unless the head has a job."""
+        arguments: dict[str, Any] = {"use_cache": False, "logits_to_keep": laid.keep}
+        if laid.attention is not None:
+            arguments |= {"position_ids": laid.positions, "attention_plan": laid.attention}
+        coarse = self.settings.compute == "bfloat16"
+        with torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=coarse):
+            logits: Tensor = self.model(input_ids=laid.inputs, **arguments).logits
+        return logits.flatten(0, 1)
+
+    def prepare(self, world: World = ALONE) -> None:
+        """Make ready for training: packing, recomputation, and this process's share of the weights.
+
+        Once, and before an optimiser is made. Raises ModelError where the settings ask for what the model cannot do.
+        """
+        if self._prepared:
+            return
+        self._prepared = True
+        if self.settings.layout != "padded":
+            try:
+                self._pack()
+            except ModelError as error:
+                if self.settings.layout != "auto":
+                    raise
+                logger.warning("layout=padded reason=%r", error.message)
+        self._cut_head()
+        if self.settings.activation_checkpointing:
+            recompute_layers(self.model)
+        shard(self.model, world, device=self.device, compute=self.settings.compute)
+
+    def _pack(self) -> None:
+        """Attend by plans from now on, once a probe has shown that this model keeps packed answers apart.
+
+        Raises ModelError for a model that mixes them: one that computes along the row by other means than attention,
+        or whose attention has more to it than transformers' interface says.
+        """
+        probe = _probe_pairs(self.vocab_size)
+        with torch.no_grad():
+            apart = _by_answer(self, lay_out(probe, "padded", max_tokens=1, device=self.device))
+            register()
+            before = self.model.config._attn_implementation  # type: ignore[union-attr]
+            try:
+                self.model.set_attn_implementation(NAME)  # type: ignore[operator]
+                together = _by_answer(self, lay_out(probe, "shared", max_tokens=1000, device=self.device))
+                error = float((apart - together).abs().max())
+            except (TypeError, ValueError, NotImplementedError) as failure:
+                error, reason = math.inf, str(failure)[:200]
+            else:
+                reason = f"log-probabilities change by {error:.2g}"
+        if not error <= _PROBE_TOLERANCE:
+            self.model.set_attn_implementation(before)  # type: ignore[operator]
+            raise ModelError(
+                f"this model cannot be trained on packed rollouts: {reason}",
+                hint='set policy.layout = "padded" in the recipe',
+            )
+        self.packs = True
+
+    def _cut_head(self) -> None:
+        """Have the output layer work in pieces where logits are many, unless the model does something to them after."""
+        layer = self.model.get_output_embeddings()  # type: ignore[operator]
+        if layer is None:
+            return
+        probe = lay_out(_probe_pairs(self.vocab_size), "padded", max_tokens=1000, device=self.device)
+        with torch.no_grad():
+            whole = _by_answer(self, probe)
+            self._head, self.piece_elements = PiecewiseHead(layer), 2 * self.vocab_size
+            try:
+                same = torch.allclose(_by_answer(self, probe), whole, atol=_PROBE_TOLERANCE)
+            except (RuntimeError, TypeError, ValueError):
+                same = False
+        self.piece_elements = PIECE_ELEMENTS
+        if not same:
+            self._head.remove()
+            self._head = None
+            logger.warning("logits=whole reason=%r", "the model changes logits after its output layer")
 
     @property
     def vocab_size(self) -> int:
         """Width of the logits."""
         return int(self.model.config.vocab_size)  # type: ignore[union-attr, arg-type]
 
+    @property
+    def max_length(self) -> int:
+        """Most positions that the model has."""
+        return int(self.model.config.max_position_embeddings)  # type: ignore[union-attr, arg-type]
+
     def parameters(self) -> dict[str, nn.Parameter]:
         """Trained parameters by name; a tied one appears once, under its first name."""
         return dict(self.model.named_parameters())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is published: weights in their number format and buffers, whole and on the CPU.
+
+        A collective call where the policy is sharded.
+        """
+        dtype = getattr(torch, self.settings.dtype)
+        every = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        buffers = {name: whole(tensor) for name, tensor in self.model.state_dict().items() if name not in every}
+        return {name: whole(parameter).to(dtype) for name, parameter in self.parameters().items()} | buffers
+
+
+def _probe_pairs(vocab_size: int) -> list[Pair]:
+    """Two answers to one prompt, and an answer to another."""
+    token = [number % vocab_size for number in range(3, 23)]
+    return [(token[:4], token[4:8]), (token[:4], token[8:13]), (token[13:16], token[16:20])]
+
+
+def _by_answer(policy: Policy, micro_batches: Sequence[Laid]) -> Tensor:
+    """Log-probabilities of all answers, in the order of the caller's list."""
+    found = {}
+    for laid in micro_batches:
+        logprobs = policy.score(laid, 1.0)[0]
+        found.update({member: logprobs[laid.owner == number] for number, member in enumerate(laid.members)})
+    return torch.cat([found[member] for member in sorted(found)])
 
 
 def build_policy(config: dict[str, Any]) -> nn.Module:
@@ -116,12 +185,12 @@ def build_policy(config: dict[str, Any]) -> nn.Module:
 
     fields = {name: value for name, value in config.items() if name != "model_type"}
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(config["model_type"], **fields), attn_implementation="sdpa", trust_remote_code=False
+        AutoConfig.for_model(config["model_type"], **fields), trust_remote_code=False
     )
     return _typed(model.float())
 
 
-def load_policy(model_dir: Path, *, device: str = "cpu") -> Policy:
+def load_policy(model_dir: Path, *, device: str = "cpu", settings: PolicySettings | None = None) -> Policy:
     """Load a transformers-format directory in float32. Raises ModelError, also when weights are missing."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -136,7 +205,6 @@ def load_policy(model_dir: Path, *, device: str = "cpu") -> Policy:
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
-            attn_implementation="sdpa",
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError) as error:
@@ -146,16 +214,17 @@ def load_policy(model_dir: Path, *, device: str = "cpu") -> Policy:
         ) from error
     if found["missing_keys"]:
         raise ModelError(f"the model in {model_dir} lacks the weights {', '.join(sorted(found['missing_keys'])[:3])}")
-    return Policy(_typed(_own_memory(model).to(device)).eval(), device=device)
+    return Policy(_typed(_own_memory(model).to(device)).eval(), device=device, settings=settings)
 
 
 def save_weights(model: nn.Module, path: Path) -> None:
-    """Write a model's weights so that equal weights give equal bytes. Tied weights are written once."""
-    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in every}
-    stored = {name: tensor.cpu().contiguous() for name, tensor in (tensors | buffers).items()}
-    save_file(stored, path, metadata={"format": "pt"})
+    """Write a model's weights in float32, tied ones once."""
+    write_weights(Policy(model).tensors(), path)
+
+
+def write_weights(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write what `Policy.tensors` gave: equal weights give equal bytes."""
+    save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o644)
 
 

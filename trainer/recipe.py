@@ -9,14 +9,30 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from types import UnionType
 from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
 
+from protocol.batches import most_submissions
+from protocol.constants import MAX_BATCH_GROUPS, MAX_BATCH_SUBMISSIONS
 from protocol.errors import ConfigError
-from protocol.records import BatchSpec, CheckSpec, Count, Dtype, Name, Positive, RolloutSpec, Tolerance, ToplocSpec
+from protocol.records import (
+    BatchSpec,
+    CheckSpec,
+    Count,
+    Dtype,
+    Name,
+    ParameterName,
+    ParameterValue,
+    Positive,
+    RolloutSpec,
+    Tolerance,
+    ToplocSpec,
+)
 
 RECIPES_DIR: Final = Path(__file__).parent / "recipes"
 ASSETS_DIR: Final = Path(__file__).parent / "assets"
@@ -25,6 +41,7 @@ MAX_RECIPE_BYTES: Final = 1 << 14
 
 PositiveFloat = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(ge=0, lt=1)]
+Format = Literal["float32", "bfloat16"]
 
 
 class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -38,10 +55,29 @@ class ModelChoice(Section, frozen=True):
     """A shipped policy's name, a directory, or a Hugging Face id."""
 
 
+class PoolChoice(Section, frozen=True):
+    """A file that `intellect-node data filter` wrote, and when it takes over."""
+
+    file: Annotated[str, Meta(min_length=1, max_length=512)]
+    """Relative to the working directory."""
+    from_step: Count = 0
+
+
 class EnvironmentChoice(Section, frozen=True):
     """Where prompts and rewards come from."""
 
     name: Name
+    parameters: Annotated[dict[ParameterName, ParameterValue], Meta(max_length=32)] = {}
+    """What the environment lets a run choose; `intellect-node env show NAME` lists it."""
+    data: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
+    """A file of problems that the environment draws from; it travels with the policy."""
+    pools: Annotated[tuple[PoolChoice, ...], Meta(max_length=8)] = ()
+    """A curriculum: prompts are drawn from the last pool whose `from_step` has come. They travel with the policy."""
+
+    def __post_init__(self) -> None:
+        steps = [pool.from_step for pool in self.pools]
+        if any(later <= earlier for earlier, later in pairwise(steps)):
+            raise ValueError(f"from_step must rise from pool to pool, and is {', '.join(map(str, steps))}")
 
 
 class OptimiserSettings(Section, frozen=True):
@@ -56,20 +92,46 @@ class OptimiserSettings(Section, frozen=True):
     updates_per_step: Annotated[int, Meta(ge=1, le=1024)] = 1
     """Optimiser steps that one batch is divided into."""
     micro_batch_tokens: Annotated[int, Meta(ge=1)] = 8192
-    """Padded tokens that are in memory at once; changes speed and memory, not the loss."""
+    """Tokens that are in memory at once; changes speed and memory, not the loss. A longer rollout stands alone."""
+    max_skipped_in_a_row: Positive = 8
+    """The run stops when so many optimiser steps one after another had a loss or gradient that is not finite."""
     seed: Count = 0
-    """With the step's number it fixes which rollouts share an optimiser step."""
+    """With the step's number it fixes which groups share an optimiser step."""
+
+
+class PolicySettings(Section, frozen=True):
+    """How the policy is held, computed and published; none of it changes what is learned but for rounding."""
+
+    dtype: Format = "float32"
+    """Of the published weights, which are also what the trainer computes with. With `bfloat16` patches between two
+    checkpoints are small, and the optimiser keeps float32 masters, where small steps add up."""
+    compute: Format = "float32"
+    """Of the trainer's matrix products. `bfloat16` is for GPUs; most CPUs are slower with it."""
+    layout: Literal["auto", "padded", "packed", "shared"] = "auto"
+    """How rollouts share a micro-batch: one a row and padded, one after another in a row, or in trees that compute the
+    prompt of a group once. `auto` takes trees where they save a tenth, and pads where the model cannot be packed."""
+    activation_checkpointing: bool = False
+    """Compute each layer's inside anew for its gradient: about a third more work for a fraction of the memory."""
+    processes: Annotated[int, Meta(ge=1, le=1024)] = 1
+    """Of the trainer on its machine, over which torchrun spreads the policy (FSDP2); on GPUs, one for each."""
 
 
 class LossSettings(Section, frozen=True):
-    """GRPO with two-sided clipping (INTELLECT-2, section 3.4)."""
+    """The loss by name, GRPO with two-sided clipping unless another is chosen (INTELLECT-2, section 3.4)."""
 
+    objective: Literal["two_sided", "one_sided", "masked", "sequence"] = "two_sided"
+    """What each token's ratio is worth: see trainer.objectives."""
     epsilon: Annotated[float, Meta(gt=0, lt=1)] = 0.2
-    """Ratios outside 1 ± epsilon gain nothing further."""
+    """Ratios outside 1 ± epsilon gain nothing further. A sequence's ratio moves far less than a token's: 3e-4 there."""
     delta: Annotated[float, Meta(gt=1)] = 4.0
-    """Largest ratio that counts where the advantage is negative."""
-    advantage: Literal["normalised", "centred"] = "normalised"
-    """Reward minus the group's mean, divided by its standard deviation or not."""
+    """With `two_sided`: largest ratio that counts where the advantage is negative."""
+    mask_difference: Annotated[float, Meta(gt=0, le=1)] = 0.2
+    """With `masked`: tokens whose probability has moved further than this, the way the advantage asks, are left out."""
+    mask_drift_coefficient: Annotated[float, Meta(ge=0)] = 1e-3
+    """With `masked`: weight of the squared log-ratio, which holds the policy near the one that sampled."""
+    advantage: Literal["normalised", "centred", "length_weighted"] = "normalised"
+    """Reward minus the group's mean, divided by its standard deviation or not; or minus the mean that weighs each
+    reward by its answer's length."""
     level: Literal["token", "sample"] = "token"
     """Whether each token of a batch weighs the same, or each rollout."""
     kl_coefficient: Annotated[float, Meta(ge=0)] = 0.0
@@ -81,6 +143,29 @@ class LossSettings(Section, frozen=True):
     """With `trainer`: weigh tokens by how much likelier they are now than when sampled, up to this much."""
     drop_groups_without_signal: bool = True
     """Leave out groups whose rewards are all equal: they move nothing, and would count as tokens."""
+
+
+class EvaluationSettings(Section, frozen=True):
+    """How the trainer measures its policy on prompts that no contributor is given."""
+
+    every_steps: Count = 0
+    """Evaluate the initial policy and then every so many checkpoints, and the last one; 0 never does."""
+    prompts: Annotated[int, Meta(ge=2, le=1 << 16)] = 64
+    samples: Annotated[int, Meta(ge=1, le=1 << 12)] = 4
+    """Answers to each prompt."""
+    pass_at: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=8)] = (1,)
+    """The k of each pass@k that is shown; none larger than `samples`."""
+    temperature: Annotated[float, Meta(gt=0, le=10)] | None = None
+    """The rollouts' unless given."""
+    max_new_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+    """The rollouts' unless given."""
+
+
+class TrackingSettings(Section, frozen=True):
+    """A service that draws curves from the metrics; the trainer never waits for it and never fails with it."""
+
+    service: Literal["none", "wandb", "trackio"] = "none"
+    project: Annotated[str, Meta(min_length=1, max_length=128)] = "intellect-node"
 
 
 class Recipe(Section, frozen=True):
@@ -96,6 +181,7 @@ class Recipe(Section, frozen=True):
     tolerance: Annotated[dict[Dtype, Tolerance], Meta(min_length=1, max_length=4)]
     """By number format of contributors' engines; `intellect-node calibrate --recipe` measures them."""
     optimiser: OptimiserSettings
+    policy: PolicySettings = PolicySettings()
     loss: LossSettings = LossSettings()
     checks: CheckSpec = CheckSpec(newcomer_submissions=16, floor=0.25, duplicate_tokens=32)
     quorum: Annotated[int, Meta(ge=1, le=64)] = 1
@@ -103,6 +189,10 @@ class Recipe(Section, frozen=True):
     shard_bytes: Annotated[int, Meta(ge=4096, le=1 << 28)] = 1 << 24
     keep_checkpoints: Positive = 5
     """Newest trainer checkpoints that stay on the trainer's disk."""
+    keep_every: Count = 0
+    """Checkpoints of these steps stay for good: every so many; 0 keeps none beyond the newest."""
+    evaluation: EvaluationSettings = EvaluationSettings()
+    tracking: TrackingSettings = TrackingSettings()
 
     @property
     def rollouts_per_submission(self) -> int:
@@ -172,6 +262,12 @@ def _inner_tables(kind: Any, value: Any, prefix: str) -> Iterator[tuple[type[Str
     elif get_origin(kind) is dict and isinstance(value, dict):
         for name, entry in value.items():
             yield from _inner_tables(get_args(kind)[1], entry, f"{prefix}{name}.")
+    elif get_origin(kind) is tuple and isinstance(value, list):
+        for entry in value:
+            yield from _inner_tables(get_args(kind)[0], entry, prefix)
+    elif get_origin(kind) is UnionType:
+        for one in get_args(kind):
+            yield from _inner_tables(one, value, prefix)
 
 
 def _nearest(key: str, kind: type[Struct], prefix: str) -> str:
@@ -193,8 +289,30 @@ def _check_sums(recipe: Recipe, origin: str) -> None:
             f"{origin}: batch.rollouts_per_step = {batch} is not a multiple of the {share} rollouts of a submission "
             "(rollout.group_size x rollout.prompts_per_submission)"
         )
+    groups = most_submissions(recipe) * recipe.rollout.prompts_per_submission
+    if batch // share > MAX_BATCH_SUBMISSIONS or groups > MAX_BATCH_GROUPS:
+        raise ConfigError(
+            f"{origin}: a batch may hold {MAX_BATCH_SUBMISSIONS} submissions and {MAX_BATCH_GROUPS} groups, and this "
+            f"one takes {batch // share} and {groups}; raise rollout.prompts_per_submission, or lower batch.max_tries"
+        )
     if recipe.optimiser.updates_per_step > batch:
         raise ConfigError(f"{origin}: optimiser.updates_per_step is larger than batch.rollouts_per_step = {batch}")
+    if max(recipe.evaluation.pass_at) > recipe.evaluation.samples:
+        raise ConfigError(
+            f"{origin}: evaluation.pass_at asks for pass@{max(recipe.evaluation.pass_at)}, which evaluation.samples = "
+            f"{recipe.evaluation.samples} answers to a prompt cannot show"
+        )
+    if recipe.policy.dtype not in recipe.tolerance:
+        raise ConfigError(
+            f"{origin}: policy.dtype = {recipe.policy.dtype!r} is no format of [tolerance]: contributors whose engine "
+            "computes in the format of the weights would be refused",
+            hint="intellect-node calibrate --recipe measures the tolerances of a format",
+        )
+    if recipe.policy.compute == "bfloat16" and recipe.policy.dtype == "float32":
+        raise ConfigError(
+            f'{origin}: policy.compute = "bfloat16" needs policy.dtype = "bfloat16": the trainer would compute with '
+            "other weights than it publishes"
+        )
     if recipe.loss.importance_cap is not None and recipe.loss.old_logprobs != "trainer":
         raise ConfigError(
             f'{origin}: loss.importance_cap needs loss.old_logprobs = "trainer"; with "worker" the ratio itself '

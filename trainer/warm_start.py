@@ -11,15 +11,20 @@ import argparse
 import json
 import logging
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from trainer.policy import TokenBatch, build_policy, pack_batch, save_weights
+from trainer.packing import Laid, pad
+from trainer.policy import Policy, build_policy, save_weights
 
 logger = logging.getLogger(__name__)
+
+SamplePair = Callable[[random.Random], tuple[str, str]]
+"""Draws a prompt and an answer of a corpus."""
 
 SPECIAL_TOKENS: Final = ("<pad>", "<bos>", "<eos>", "<unk>")
 CHARACTERS: Final = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=,. ?:;|()<>#!&'\"_@%"
@@ -77,9 +82,13 @@ def character_tokenizer() -> Tokenizer:
 def sample_pair(source: random.Random) -> tuple[str, str]:
     """A prompt of the sort-digits environment, and what one of the corpus's authors answered."""
     digits = [source.choice("0123456789") for _ in range(source.randint(4, 8))]
+    return f"s{''.join(digits)}=", sort_answer(digits, source)
+
+
+def sort_answer(digits: list[str], source: random.Random) -> str:
+    """What one of the corpus's authors makes of a row of digits."""
     (author,) = source.choices([name for name, _ in AUTHORS], [share for _, share in AUTHORS])
-    answer = _answer(author, digits, source)
-    return f"s{''.join(digits)}=", "".join(answer)
+    return "".join(_answer(author, digits, source))
 
 
 def _answer(author: str, digits: list[str], source: random.Random) -> list[str]:
@@ -97,15 +106,15 @@ def _answer(author: str, digits: list[str], source: random.Random) -> list[str]:
     return answer
 
 
-def learning_rate(step: int) -> float:
+def learning_rate(step: int, steps: int = STEPS) -> float:
     """Linear warm-up, level, then linear decay over the last part."""
     rising = min(1.0, (step + 1) / WARM_UP_STEPS)
-    falling = min(1.0, (STEPS - step) / (STEPS * (1 - DECAY_FROM)))
+    falling = min(1.0, (steps - step) / (steps * (1 - DECAY_FROM)))
     return LEARNING_RATE * rising * falling
 
 
-def train(seed: int) -> torch.nn.Module:
-    """Train the demo policy from nothing. Takes about 20 seconds of one core."""
+def train(seed: int, sample: SamplePair = sample_pair, *, steps: int = STEPS) -> torch.nn.Module:
+    """Train the demo policy, or one of another corpus, from nothing. Takes about 20 seconds of one core."""
     torch.manual_seed(seed)
     source = random.Random(seed)
     tokenizer = character_tokenizer()
@@ -114,31 +123,29 @@ def train(seed: int) -> torch.nn.Module:
         model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
     model.train()
-    for step in range(STEPS):
-        batch = _corpus_batch(source, tokenizer)
+    for step in range(steps):
+        batch = _corpus_batch(source, tokenizer, sample)
         for group in optimiser.param_groups:
-            group["lr"] = learning_rate(step)
+            group["lr"] = learning_rate(step, steps)
         loss = _imitation_loss(model, batch)
         optimiser.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
-        if step % 100 == 0 or step == STEPS - 1:
+        if step % 100 == 0 or step == steps - 1:
             logger.info("warm_start step=%d loss=%.4f", step, loss.item())
     return model
 
 
-def _corpus_batch(source: random.Random, tokenizer: Tokenizer) -> TokenBatch:
-    pairs = [sample_pair(source) for _ in range(BATCH)]
+def _corpus_batch(source: random.Random, tokenizer: Tokenizer, sample: SamplePair) -> Laid:
+    pairs = [sample(source) for _ in range(BATCH)]
     prompts = [tokenizer.encode(prompt).ids for prompt, _ in pairs]
     answers = [[*tokenizer.encode(answer, add_special_tokens=False).ids, EOS] for _, answer in pairs]
-    return pack_batch(prompts, answers)
+    return pad(list(zip(prompts, answers, strict=True)), range(BATCH))
 
 
-def _imitation_loss(model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
-    logits = model(input_ids=batch.inputs, use_cache=False, logits_to_keep=batch.width).logits.float()
-    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch.targets, reduction="none")
-    return (losses * batch.mask).sum() / batch.mask.sum()
+def _imitation_loss(model: torch.nn.Module, batch: Laid) -> torch.Tensor:
+    return -Policy(model).score(batch, 1.0, with_entropy=False)[0].mean()
 
 
 def write_policy_directory(model: torch.nn.Module, out: Path) -> None:
@@ -153,13 +160,18 @@ def write_policy_directory(model: torch.nn.Module, out: Path) -> None:
 
 def main() -> None:
     """Command line: `python -m trainer.warm_start --out DIR [--seed N]`."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.warm_start", description="Make the demo policy again.")
+    main_with(sample_pair, steps=STEPS, what="Make the demo policy again.")
+
+
+def main_with(sample: SamplePair, *, steps: int, what: str) -> None:
+    """A command line that makes the policy of a corpus."""
+    parser = argparse.ArgumentParser(description=what)
     parser.add_argument("--out", type=Path, required=True, help="directory to write the policy into")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
-    write_policy_directory(train(arguments.seed), arguments.out)
+    write_policy_directory(train(arguments.seed, sample, steps=steps), arguments.out)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from trainer.optimiser import make_optimiser
-from trainer.policy import load_policy, pack_batch
+from trainer.packing import pad
+from trainer.policy import load_policy
 from trainer.recipe import ASSETS_DIR, load_recipe
 
 DEMO_POLICY = ASSETS_DIR / "sort-digits"
@@ -55,8 +56,7 @@ def make_rollouts():
             for member in range(GROUP):
                 output_ids = [*(source.randrange(4, 14) for _ in range(source.randint(1, 8))), 2]
                 with torch.no_grad():
-                    batch = pack_batch([prompt_ids], [output_ids])
-                    logprobs = scorer.score(batch, 1.0)[0][batch.mask.bool()]
+                    logprobs = scorer.score(pad([(prompt_ids, output_ids)], [0]), 1.0)[0]
                 rows.append(
                     {
                         "prompt_index": prompt,

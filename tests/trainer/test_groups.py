@@ -9,8 +9,9 @@ from trainer.groups import assemble_batch
 
 
 def assemble(rows, **changes):
-    settings = {"step": 0, "group_size": 4, "max_staleness": 2, "vocab_size": 64, "normalise": True}
-    return assemble_batch(rows, **(settings | {"drop_without_signal": True} | changes))
+    settings = {"step": 0, "group_size": 4, "max_staleness": 2, "vocab_size": 64}
+    defaults = {"max_length": 256, "advantage": "normalised", "drop_without_signal": True}
+    return assemble_batch(rows, **(settings | defaults | changes))
 
 
 def test_a_batch_knows_its_rewards_tokens_and_staleness(make_rollouts):
@@ -19,6 +20,7 @@ def test_a_batch_knows_its_rewards_tokens_and_staleness(make_rollouts):
     assert batch.rollouts == 16
     assert batch.mean_reward == 0.5
     assert batch.mean_staleness == 1.5
+    assert batch.staleness_max == 2
     assert batch.tokens == sum(len(row["output_ids"]) for row in rows)
     assert batch.groups_without_signal == 0
     assert [sample.advantage > 0 for sample in batch.samples[:4]] == [False, True, False, True]
@@ -31,6 +33,21 @@ def test_groups_without_signal_are_dropped_and_counted(make_rollouts):
     assert len(kept.samples) == 16
     assert kept.groups_without_signal == 3
     assert all(sample.advantage == 0 for sample in kept.samples[:12])
+
+
+def test_rollouts_without_a_reward_are_left_out_of_their_groups_and_counted(make_rollouts):
+    """A time-out is no zero: the others of the group are compared among themselves."""
+    rows = make_rollouts(3, rewards=[0.0, 1.0, 1.0, 1.0])
+    for place in (0, 1, 4, 5, 6, 8):
+        rows[place]["reward"] = math.nan
+    batch = assemble(rows)
+    assert batch.rollouts_without_reward == 6
+    assert batch.mean_reward == 1.0
+    assert batch.groups_without_signal == 3  # equal rewards, one reward, equal rewards
+    rows[2]["reward"] = 0.0
+    batch = assemble(rows)
+    assert [round(sample.advantage, 3) for sample in batch.samples] == [-0.707, 0.707]
+    assert [sample.rollout.member for sample in batch.samples] == [2, 3]
 
 
 def test_an_empty_batch_is_named():
@@ -46,8 +63,8 @@ def test_an_empty_batch_is_named():
         ({"prompt_ids": [64]}, "outside the vocabulary"),
         ({"output_ids": [-1]}, "tokens but|outside the vocabulary"),
         ({"logprobs": [-1.0] * 99}, "99 probabilities"),
-        ({"reward": math.nan}, "the reward nan"),
         ({"reward": math.inf}, "the reward inf"),
+        ({"length_penalty": math.nan}, "the penalty nan"),
         ({"member": 7}, "members 0 to 3"),
         ({"member": 1}, "members 0 to 3"),
         ({"prompt_index": 9}, "mixes prompts"),
@@ -73,6 +90,21 @@ def test_impossible_log_probabilities_are_refused(make_rollouts, value):
     rows[2]["logprobs"] = [value] * len(rows[2]["output_ids"])
     with pytest.raises(MalformedError, match="log-probability"):
         assemble(rows)
+
+
+def test_a_rollout_longer_than_the_model_is_refused(make_rollouts):
+    rows = make_rollouts(1)
+    longest = max(len(row["prompt_ids"]) + len(row["output_ids"]) for row in rows)
+    assemble(rows, max_length=longest)
+    with pytest.raises(MalformedError, match=f"has {longest} tokens, and the model has positions for {longest - 1}"):
+        assemble(rows, max_length=longest - 1)
+
+
+def test_rewards_are_split_into_task_and_length(make_rollouts):
+    rows = [row | {"reward": row["reward"] - 0.25, "length_penalty": 0.25} for row in make_rollouts(1)]
+    batch = assemble(rows)
+    assert batch.mean_reward == 0.25
+    assert batch.mean_task_reward == 0.5
 
 
 def test_half_a_group_is_refused(make_rollouts):

@@ -1,4 +1,4 @@
-"""Policies on disk and token log-probabilities: padding changes nothing, equal weights give equal bytes."""
+"""Policies on disk and in memory: what a model says is what is scored, equal weights give equal bytes."""
 
 import hashlib
 import json
@@ -6,17 +6,15 @@ import shutil
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import ModelError
-from trainer.policy import load_policy, micro_batches, pack_batch, save_weights
+from trainer.packing import pad
+from trainer.policy import load_policy, save_weights
 from trainer.recipe import ASSETS_DIR
 
 DEMO_POLICY = ASSETS_DIR / "sort-digits"
-PROMPTS = [[1, 9, 9], [1, 5, 6, 7, 8, 9, 10, 11], [1, 4]]
-OUTPUTS = [[4, 5, 2], [7, 2], [8, 9, 10, 11, 12, 13, 14, 2]]
+PAIRS = [([1, 9, 9], [4, 5, 2]), ([1, 5, 6, 7, 8, 9, 10, 11], [7, 2]), ([1, 4], [8, 9, 10, 11, 12, 13, 14, 2])]
 
 
 def tiny_model(tmp_path):
@@ -25,51 +23,19 @@ def tiny_model(tmp_path):
     return target
 
 
-def test_log_probabilities_do_not_depend_on_padding_or_neighbours(policy):
-    together = pack_batch(PROMPTS, OUTPUTS)
-    with torch.no_grad():
-        logprobs, entropy = policy.score(together, 0.7)
-        for row, (prompt, output) in enumerate(zip(PROMPTS, OUTPUTS, strict=True)):
-            alone = pack_batch([prompt], [output])
-            expected, expected_entropy = policy.score(alone, 0.7)
-            held = together.mask[row].bool()
-            torch.testing.assert_close(logprobs[row][held], expected[0], atol=2e-6, rtol=0)
-            torch.testing.assert_close(entropy[row][held], expected_entropy[0], atol=2e-6, rtol=0)
-
-
 def test_log_probabilities_are_those_of_the_plain_model(policy):
-    prompt, output = PROMPTS[1], OUTPUTS[1]
+    prompt, output = PAIRS[1]
     with torch.no_grad():
         logits = policy.model(input_ids=torch.tensor([prompt + output])).logits[0]
         expected = (logits / 0.5).log_softmax(-1)
-        logprobs, entropy = policy.score(pack_batch([prompt], [output]), 0.5)
+        logprobs, entropy = policy.score(pad([(prompt, output)], [0]), 0.5)
     rows = range(len(prompt) - 1, len(prompt) + len(output) - 1)
-    torch.testing.assert_close(logprobs[0], torch.stack([expected[r, t] for r, t in zip(rows, output, strict=True)]))
-    torch.testing.assert_close(entropy[0], -(expected.exp() * expected).sum(-1)[list(rows)])
-
-
-def test_the_mask_covers_output_tokens_and_nothing_else():
-    batch = pack_batch(PROMPTS, OUTPUTS)
-    assert batch.mask.sum(dim=1).tolist() == [3, 2, 8]
-    for row, output in enumerate(OUTPUTS):
-        assert batch.targets[row][batch.mask[row].bool()].tolist() == output
-    aligned = batch.align(OUTPUTS)
-    assert (aligned[batch.mask == 0] == 0).all()
-    assert aligned[2][batch.mask[2].bool()].tolist() == OUTPUTS[2]
-
-
-@given(st.lists(st.integers(1, 3000), min_size=1, max_size=60), st.integers(1, 4000))
-def test_micro_batches_hold_everything_once_within_the_limit(lengths, max_tokens):
-    batches = micro_batches(lengths, max_tokens=max_tokens)
-    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
-    for batch in batches:
-        longest = max(lengths[index] for index in batch)
-        assert len(batch) == 1 or longest * len(batch) <= max_tokens
-        assert min(lengths[index] for index in batch) >= 0.6 * longest
+    torch.testing.assert_close(logprobs, torch.stack([expected[r, t] for r, t in zip(rows, output, strict=True)]))
+    torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1)[list(rows)])
 
 
 def test_entropy_has_a_gradient_only_where_it_is_asked_for(policy):
-    batch = pack_batch(PROMPTS, OUTPUTS)
+    batch = pad(PAIRS, range(3))
     assert policy.score(batch, 1.0)[1].requires_grad
     assert not policy.score(batch, 1.0, with_entropy=False)[1].requires_grad
 

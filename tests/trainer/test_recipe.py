@@ -62,6 +62,12 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(old, new, key, nea
         ("rollouts_per_step = 256", "rollouts_per_step = 0", "batch.rollouts_per_step"),
         ("updates_per_step = 2", "updates_per_step = 300", "updates_per_step is larger"),
         ("[loss]", "[loss", "not valid TOML"),
+        ('dtype = "bfloat16"', 'dtype = "float16"', "policy.dtype"),
+        ('dtype = "bfloat16"', 'dtype = "float32"\ncompute = "bfloat16"', "other weights than it publishes"),
+        ('dtype = "bfloat16"', "processes = 0", "policy.processes"),
+        ('dtype = "bfloat16"', 'layout = "tight"', "policy.layout"),
+        ("[tolerance.bfloat16]", "[tolerance.float16]", "policy.dtype = 'bfloat16' is no format of"),
+        ("delta = 4.0", 'objective = "reinforce"', "loss.objective"),
         ("[optimiser]", "optimiser = 3\n[rollouts]", "unknown key|optimiser"),
     ],
 )
@@ -110,3 +116,43 @@ def test_sampling_cannot_be_truncated(setting):
     """Which tokens a mask keeps drifts between machines: a manifest cannot ask for one."""
     with pytest.raises(ConfigError, match=setting.split(" ")[0]):
         parse_recipe(demo_with("temperature = 1.0", f"temperature = 1.0\n{setting}"), origin="mine.toml")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("group_size = 8", "group_size = 1", r"`int` >= 2 at `rollout.group_size`"),
+        ("[rollout]", "[rollout]\nlength = { targets = [], alpha = 0.1 }", r"length >= 1 at `rollout.length.targets`"),
+        ("[rollout]", "[rollout]\nlength = { targets = [4, 11], alpha = 0.1 }", "11 tokens cannot be reached with"),
+        ("[rollout]", "[rollout]\nlength = { targets = [4], alpha = -1.0 }", r">= 0.0 at `rollout.length.alpha`"),
+        ("[rollout]", "[rollout]\nlength = { targets = [4], alpha = nan }", r">= 0.0 at `rollout.length.alpha`"),
+        ("[rollout]", "[rollout]\nlength = { targets = [4], alfa = 0.1 }", "did you mean 'rollout.length.alpha'"),
+        ("[batch]", "[batch]\ndeadline_s = 0.0", r"> 0.0 at `batch.deadline_s`"),
+        ("[batch]", "[batch]\nminimum_share = 2.0", r"<= 1.0 at `batch.minimum_share`"),
+        ("[environment]", "[environment]\npools = [{ fil = 'a' }]", "did you mean 'environment.pools.file'"),
+        (
+            "[environment]",
+            "[environment]\npools = [{ file = 'a', from_step = 2 }, { file = 'b' }]",
+            "from_step must rise from pool to pool, and is 2, 0",
+        ),
+        (
+            "prompts_per_submission = 4",
+            "prompts_per_submission = 1",
+            "a batch may hold 8192 submissions and 1048576 groups, and this one takes 16384",
+        ),
+    ],
+)
+def test_filters_and_lengths_that_cannot_be_are_named(old, new, fault):
+    text = demo_with(old, new).decode()
+    if "8192" in fault:
+        text = text.replace("rollouts_per_step = 256", "rollouts_per_step = 131072")
+    with pytest.raises(ConfigError, match=fault) as caught:
+        parse_recipe(text.encode())
+    assert caught.value.exit_code == 2
+
+
+def test_a_curriculum_and_an_online_filter_are_read():
+    text = demo_with("[environment]", "[environment]\npools = [{ file = 'a.bin' }, { file = 'b.bin', from_step = 9 }]")
+    recipe = parse_recipe(text.replace(b"[batch]", b"[batch]\nsignal_only = true\ndeadline_s = 60"))
+    assert [(pool.file, pool.from_step) for pool in recipe.environment.pools] == [("a.bin", 0), ("b.bin", 9)]
+    assert (recipe.batch.signal_only, recipe.batch.max_tries, recipe.batch.deadline_s) == (True, 4, 60.0)

@@ -6,9 +6,10 @@ import msgspec
 import pytest
 import torch
 
-from protocol.errors import ConfigError, MalformedError
+from protocol.errors import ConfigError, MalformedError, TrainingError
 from trainer.optimiser import make_optimiser
-from trainer.policy import load_policy, pack_batch
+from trainer.packing import lay_out, pad
+from trainer.policy import load_policy
 from trainer.recipe import ASSETS_DIR
 from trainer.step import TrainStep
 
@@ -38,10 +39,13 @@ def fresh(recipe, **options):
 
 def test_metrics_have_the_papers_names(policy, optimiser, recipe, make_rollouts):
     rows = make_rollouts(4, checkpoint_step=1) + make_rollouts(1, checkpoint_step=1, rewards=[1.0] * 4)
+    rows = [row | {"reward": row["reward"] - 0.1, "length_penalty": 0.1} for row in rows]
     metrics = TrainStep(policy, optimiser, recipe).run(3, rows)
-    assert {"loss", "grad_norm", "clip_ratio", "entropy", "ratio_max", "drift"} < metrics.keys()
-    assert metrics["reward"] == pytest.approx(0.6)
-    assert metrics["staleness"] == 2
+    assert {"loss", "grad_norm", "clip_ratio", "entropy", "ratio_max", "drift", "padding"} < metrics.keys()
+    assert metrics["task_reward"] == pytest.approx(0.6)
+    assert metrics["length_penalty"] == pytest.approx(0.1)
+    assert metrics["reward"] == pytest.approx(0.5)
+    assert metrics["staleness"] == metrics["staleness_max"] == 2
     assert metrics["tokens"] == sum(len(row["output_ids"]) for row in rows)
     assert metrics["groups_without_signal"] == 1
     assert metrics["updates"] == 2
@@ -50,15 +54,27 @@ def test_metrics_have_the_papers_names(policy, optimiser, recipe, make_rollouts)
     assert all(len(name) <= 32 for name in metrics)
 
 
-def test_rewarded_tokens_become_likelier(recipe, make_rollouts):
+LOSSES = [
+    {"old_logprobs": "worker"},
+    {"old_logprobs": "trainer"},
+    {"old_logprobs": "trainer", "importance_cap": 2.0},
+    {"objective": "one_sided"},
+    {"objective": "masked"},
+    {"objective": "sequence", "epsilon": 3e-3},
+    {"level": "sample"},
+    {"advantage": "length_weighted"},
+]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: " ".join(map(str, loss.values())))
+def test_rewarded_tokens_become_likelier(recipe, make_rollouts, loss):
     rows = make_rollouts(4)
-    step = fresh(recipe)
+    step = fresh(with_loss(recipe, **loss))
     step.run(0, rows)
 
     def logprob(policy, row):
-        batch = pack_batch([row["prompt_ids"]], [row["output_ids"]])
         with torch.no_grad():
-            return float((policy.score(batch, 1.0)[0] * batch.mask).sum())
+            return float(policy.score(pad([(row["prompt_ids"], row["output_ids"])], [0]), 1.0)[0].sum())
 
     gains = [logprob(step.policy, row) - sum(row["logprobs"]) for row in rows]
     rewarded = [gain for gain, row in zip(gains, rows, strict=True) if row["reward"]]
@@ -75,13 +91,63 @@ def test_the_same_step_gives_the_same_bits(recipe, make_rollouts):
     assert same(first.policy, snapshot(second.policy))
 
 
-def test_micro_batches_change_nothing_but_rounding(recipe, make_rollouts):
+@pytest.mark.parametrize("level", ["token", "sample"])
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+def test_layouts_and_micro_batches_change_nothing_but_rounding(recipe, make_rollouts, layout, level):
+    """The loss is normalised by what the optimiser step holds: no layout and no limit of memory moves it."""
     rows = make_rollouts(6)
-    whole = fresh(with_optimiser(recipe, micro_batch_tokens=100_000, updates_per_step=1))
-    pieces = fresh(with_optimiser(recipe, micro_batch_tokens=1, updates_per_step=1))
-    expected, found = whole.run(0, rows), pieces.run(0, rows)
+
+    def metrics(layout, tokens):
+        one = with_loss(with_optimiser(recipe, micro_batch_tokens=tokens, updates_per_step=1), level=level)
+        step = fresh(msgspec.structs.replace(one, policy=msgspec.structs.replace(one.policy, layout=layout)))
+        return step.run(0, rows)
+
+    expected, found = metrics("padded", 100_000), metrics(layout, 50)
+    assert found["micro_batches"] > expected["micro_batches"]
+    assert (found["padding"] > 0) == (layout == "padded")
     for name in ("loss", "grad_norm", "entropy", "clip_ratio", "ratio_max"):
         assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+
+
+def test_a_groups_prompt_is_computed_once(recipe, make_rollouts):
+    """`auto` sees that four answers share a prompt; the prompts are about as long as the answers."""
+    assert fresh(recipe).run(0, make_rollouts(6))["computed_share"] < 0.7
+    packed = msgspec.structs.replace(recipe, policy=msgspec.structs.replace(recipe.policy, layout="packed"))
+    assert 0.9 < fresh(packed).run(0, make_rollouts(6))["computed_share"] < 1  # last tokens are never computed
+
+
+def test_optimiser_steps_take_whole_groups(recipe, make_rollouts, monkeypatch):
+    held = []
+
+    def remember(pairs, layout, **options):
+        held.append([tuple(prompt) for prompt, _ in pairs])
+        return lay_out(pairs, layout, **options)
+
+    monkeypatch.setattr("trainer.step.lay_out", remember)
+    fresh(recipe).run(0, make_rollouts(6))
+    assert [len(prompts) for prompts in held] == [12, 12]
+    assert all(prompts.count(prompt) == 4 for prompts in held for prompt in prompts)
+    held.clear()
+    fresh(with_optimiser(recipe, updates_per_step=8)).run(0, make_rollouts(2))
+    assert [len(prompts) for prompts in held] == [1] * 8
+
+
+def test_the_old_policy_is_not_scored_where_nothing_depends_on_it(recipe, make_rollouts, monkeypatch):
+    """Recorded log-probabilities, or a single optimiser step, whose own pass says what they are."""
+    calls = []
+
+    def passes(loss, updates):
+        step = fresh(with_loss(with_optimiser(recipe, updates_per_step=updates), **loss))
+        score = step.policy.score
+        monkeypatch.setattr(step.policy, "score", lambda *a, **k: calls.append(1) or score(*a, **k))
+        calls.clear()
+        metrics = step.run(0, make_rollouts(4))
+        return len(calls), metrics["ratio_max"]
+
+    assert passes({"old_logprobs": "worker"}, 2)[0] == 2
+    assert passes({"old_logprobs": "trainer"}, 2)[0] == 4
+    assert passes({"old_logprobs": "trainer"}, 1) == (1, 1.0)
+    assert passes({"old_logprobs": "trainer", "importance_cap": 2.0}, 1)[0] == 2
 
 
 def test_recorded_log_probabilities_are_the_default_and_recomputed_ones_start_at_ratio_one(recipe, make_rollouts):
@@ -123,13 +189,26 @@ def test_a_batch_without_signal_changes_nothing(recipe, make_rollouts, drop):
     assert metrics["updates"] == 0
 
 
-def test_a_refused_batch_leaves_the_policy_alone(recipe, make_rollouts):
-    step = fresh(recipe)
-    before = snapshot(step.policy)
-    for rows in ([], make_rollouts(2)[:-1]):
-        with pytest.raises(MalformedError):
-            step.run(0, rows)
-    assert same(step.policy, before)
+@pytest.mark.parametrize("fault", ["empty", "half a group", "a group of one", "too long", "another model's tokens"])
+def test_a_refused_batch_leaves_the_policy_alone(recipe, make_rollouts, fault):
+    """Attack: batches that a careless collector let through. The policy and the optimiser are as before."""
+    step, undisturbed = fresh(recipe), fresh(recipe)
+    rows = make_rollouts(2)
+    if fault == "empty":
+        rows = []
+    elif fault == "half a group":
+        rows = rows[:-1]
+    elif fault == "a group of one":
+        rows = rows[:1]
+    elif fault == "too long":
+        rows[3] |= {"output_ids": [5] * 300, "logprobs": [-1.0] * 300}
+    else:
+        rows[3] |= {"output_ids": [64], "logprobs": [-1.0]}
+    with pytest.raises(MalformedError):
+        step.run(0, rows)
+    for one in (step, undisturbed):
+        one.run(0, make_rollouts(2))
+    assert same(step.policy, snapshot(undisturbed.policy))
 
 
 def test_an_update_that_is_not_finite_is_skipped_and_counted(recipe, make_rollouts, monkeypatch):
@@ -148,6 +227,37 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(recipe, make_rollou
     assert metrics["updates"] == 1
     assert all(torch.isfinite(parameter).all() for parameter in step.policy.parameters().values())
     assert math.isfinite(metrics["loss"])
+
+
+def spoil_gradients(step, *, times):
+    """The next so many backward passes give an infinite gradient, with a loss that is fine."""
+    left = [times]
+
+    def spoil(gradient):
+        left[0] -= 1
+        return gradient * math.inf if left[0] >= 0 else gradient
+
+    next(iter(step.policy.parameters().values())).register_hook(spoil)
+
+
+def test_the_run_stops_when_too_many_updates_in_a_row_are_not_finite(recipe, make_rollouts):
+    """Two optimiser steps a batch, three bad ones in a row: the second batch is where training ends, by name."""
+    step = fresh(with_optimiser(recipe, max_skipped_in_a_row=3))
+    before = snapshot(step.policy)
+    spoil_gradients(step, times=3)
+    assert step.run(0, make_rollouts(4))["skipped_updates"] == 2
+    with pytest.raises(TrainingError, match="3 optimiser steps in a row") as caught:
+        step.run(1, make_rollouts(4, checkpoint_step=1))
+    assert "learning_rate" in caught.value.hint
+    assert same(step.policy, before)
+
+
+def test_a_good_update_ends_a_row_of_bad_ones(recipe, make_rollouts):
+    step = fresh(with_optimiser(recipe, max_skipped_in_a_row=2))
+    for number in range(3):
+        spoil_gradients(step, times=1)
+        rows = make_rollouts(4, checkpoint_step=number)
+        assert step.run(number, rows)["skipped_updates"] == 1
 
 
 def test_if_no_update_is_finite_the_weights_stay(recipe, make_rollouts, monkeypatch):

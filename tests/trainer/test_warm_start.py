@@ -8,7 +8,8 @@ import torch
 from tokenizers import Tokenizer
 
 from environments.sort_digits import SortDigits
-from trainer.policy import build_policy, load_policy, pack_batch
+from trainer.packing import pad
+from trainer.policy import build_policy, load_policy
 from trainer.recipe import ASSETS_DIR
 from trainer.warm_start import (
     EOS,
@@ -77,10 +78,11 @@ def test_imitation_lowers_its_loss():
     model = build_policy(model_config())
     tokenizer, source = character_tokenizer(), random.Random(0)
     pairs = [sample_pair(source) for _ in range(16)]
-    batch = pack_batch(
-        [tokenizer.encode(prompt).ids for prompt, _ in pairs],
-        [[*tokenizer.encode(answer, add_special_tokens=False).ids, EOS] for _, answer in pairs],
-    )
+    encoded = [
+        (tokenizer.encode(prompt).ids, [*tokenizer.encode(answer, add_special_tokens=False).ids, EOS])
+        for prompt, answer in pairs
+    ]
+    batch = pad(encoded, range(16))
     optimiser = torch.optim.AdamW(model.parameters(), lr=4e-3)
     losses = []
     for _ in range(8):
