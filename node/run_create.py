@@ -18,15 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from environments.registry import get_environment
+import msgspec
+
+from environments.registry import specify
 from node.datadir import disk_error, make_directory
+from node.run_environment import extra_stop_ids, lay_out_data, recipe_environment
+from node.run_pools import check_targets, lay_out_pools, load_pools
 from protocol.atomic import write_atomically
 from protocol.envelope import Signed, open_envelope, seal
 from protocol.errors import ConfigError, DataDirError, MalformedError, ModelError
 from protocol.identity import Identity, PeerId
-from protocol.records import EnvironmentSpec, Manifest, ModelSpec
+from protocol.records import Manifest, ModelSpec
 from protocol.run import RunAddress
 from trainer.recipe import ASSETS_DIR, MAX_RECIPE_BYTES, Recipe, parse_recipe, recipe_path
+from trainer.smollm2 import smollm2_directory
 
 POLICY_FILES: Final = (
     "config.json",
@@ -38,6 +43,8 @@ POLICY_FILES: Final = (
     "model.safetensors.index.json",
 )
 """What belongs to a policy beside its *.safetensors; nothing else of a model directory is published."""
+SMOLLM2: Final = "smollm2-135m"
+"""A model's name for which its directory is made (trainer.smollm2) instead of downloaded."""
 MAX_JSON_BYTES: Final = 1 << 20
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -74,6 +81,7 @@ def create_run(
     _check_validators(validators, recipe)
     policy_dir = run_dir / "policy-0"
     _lay_out_policy(model_directory(recipe.model.source), policy_dir)
+    lay_out_data(recipe, policy_dir)
     manifest = manifest_from_recipe(
         recipe,
         policy_dir,
@@ -83,6 +91,7 @@ def create_run(
         issued_at_ms=issued_at_ms,
         recipe_digest=hashlib.sha256(recipe_bytes).digest(),
     )
+    lay_out_pools(recipe, manifest.environment, policy_dir)
     signed = _sealed(manifest, identity)
     write_atomically(run_dir / "recipe.toml", recipe_bytes)
     write_atomically(run_dir / "manifest", signed.data)
@@ -100,8 +109,11 @@ def manifest_from_recipe(
     recipe_digest: bytes,
 ) -> Manifest:
     """What all nodes of the run must agree on. Raises ModelError or EnvironmentUnknown."""
-    environment = get_environment(recipe.environment.name)
+    environment = recipe_environment(recipe, model_dir)
+    check_targets(recipe.rollout.length, environment)
     model = model_spec(model_dir)
+    stop_ids = {*model.stop_ids, *extra_stop_ids(environment, model_dir)}
+    model = msgspec.structs.replace(model, stop_ids=tuple(sorted(stop_ids)))
     if recipe.rollout.max_new_tokens >= model.max_model_len:
         raise ConfigError(
             f"rollout.max_new_tokens = {recipe.rollout.max_new_tokens} leaves no room for a prompt: the model in "
@@ -115,7 +127,7 @@ def manifest_from_recipe(
         quorum=recipe.quorum,
         admission="open",
         model=model,
-        environment=EnvironmentSpec(name=environment.name, digest=environment.digest),
+        environment=msgspec.structs.replace(specify(environment), pools=load_pools(recipe, environment)),
         rollout=recipe.rollout,
         batch=recipe.batch,
         toploc=recipe.toploc,
@@ -127,31 +139,44 @@ def manifest_from_recipe(
 
 
 def model_directory(source: str) -> Path:
-    """Where a recipe's model lies: a shipped policy's name, a directory, or a Hugging Face id to download.
+    """Where a recipe's model lies: a shipped policy's name, `smollm2-135m`, a directory, or a Hugging Face id.
 
-    Raises ModelError.
+    Makes or downloads what is not here yet. Raises ModelError.
     """
-    shipped = ASSETS_DIR / source
-    if "/" not in source and shipped.is_dir():
+    shipped = shipped_model(source)
+    if shipped is not None:
         return shipped
     path = Path(source)
     if path.is_dir():
         return path
+    if source == SMOLLM2:
+        return smollm2_directory()
     if not _HUB_ID.fullmatch(source):
         known = ", ".join(sorted(asset.name for asset in ASSETS_DIR.iterdir()))
         raise ModelError(
-            f"there is no model {source[:200]!r}: neither a directory nor a shipped policy ({known})",
+            f"there is no model {source[:200]!r}: neither a directory nor a shipped policy ({known}, {SMOLLM2})",
             hint="set model.source in the recipe to one of these, or to a Hugging Face id such as Qwen/Qwen3-0.6B",
         )
     return _download(source)
 
 
-def _download(hub_id: str) -> Path:
+def shipped_model(source: str) -> Path | None:
+    """The directory of a policy that comes with the program."""
+    shipped = ASSETS_DIR / source
+    return shipped if "/" not in source and shipped.is_dir() else None
+
+
+def hub_file(hub_id: str, name: str) -> Path:
+    """One file of a model on Hugging Face. Raises ModelError."""
+    return _download(hub_id, [name]) / name
+
+
+def _download(hub_id: str, patterns: Sequence[str] = (*POLICY_FILES, "*.safetensors")) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=[*POLICY_FILES, "*.safetensors"]))
+        return Path(snapshot_download(hub_id, allow_patterns=list(patterns)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise ModelError(
             f"the model {hub_id} cannot be downloaded from Hugging Face: {str(error).splitlines()[0][:200]}",
@@ -161,7 +186,7 @@ def _download(hub_id: str) -> Path:
 
 def model_spec(model_dir: Path) -> ModelSpec:
     """Check that a directory is a whole model and describe it for the manifest. Raises ModelError."""
-    config = _json_object(model_dir / "config.json")
+    config = read_json_object(model_dir / "config.json")
     tokenizer = _read(model_dir / "tokenizer.json", 1 << 28, "tokenizer")
     if not any(model_dir.glob("*.safetensors")):
         raise ModelError(
@@ -178,11 +203,22 @@ def model_spec(model_dir: Path) -> ModelSpec:
     )
 
 
+def require_model(model_dir: Path, spec: ModelSpec) -> None:
+    """Raise ModelError unless a directory holds the model and the tokenizer that a manifest names."""
+    for name, digest in (("config.json", spec.architecture), ("tokenizer.json", spec.tokenizer)):
+        if hashlib.sha256(_read(model_dir / name, 1 << 28, "model")).digest() != digest:
+            raise ModelError(
+                f"{model_dir / name} is not the one that the run's manifest names: it was changed since "
+                "`run create`, or the directory is of another run",
+                hint=f"restore {model_dir} from a back-up, or create a new run",
+            )
+
+
 def _check_shards(model_dir: Path) -> None:
     index = model_dir / "model.safetensors.index.json"
     if not index.exists():
         return
-    weights = _json_object(index, max_bytes=1 << 26).get("weight_map")
+    weights = read_json_object(index, max_bytes=1 << 26).get("weight_map")
     names = set(weights.values()) if isinstance(weights, dict) else set()
     missing = sorted(str(name) for name in names if not (model_dir / str(name)).is_file())
     if missing or not names:
@@ -195,7 +231,7 @@ def _check_shards(model_dir: Path) -> None:
 
 def _stop_ids(config: dict[str, Any], model_dir: Path) -> tuple[int, ...]:
     generation = model_dir / "generation_config.json"
-    found = _json_object(generation).get("eos_token_id") if generation.exists() else None
+    found = read_json_object(generation).get("eos_token_id") if generation.exists() else None
     found = config.get("eos_token_id") if found is None else found
     ids = found if isinstance(found, list) else [found]
     if not ids or not all(type(token) is int and token >= 0 for token in ids):
@@ -213,7 +249,8 @@ def _whole_number(config: dict[str, Any], key: str, model_dir: Path) -> int:
     return value
 
 
-def _json_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+def read_json_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """A JSON file of a model directory. Raises ModelError."""
     try:
         value = json.loads(_read(path, max_bytes, "model"))
     except (ValueError, RecursionError) as error:
@@ -237,12 +274,17 @@ def _read(path: Path, max_bytes: int, part_of: str) -> bytes:
     return data
 
 
-def _check_validators(validators: Sequence[PeerId], recipe: Recipe) -> None:
+def require_validators(validators: Sequence[PeerId]) -> None:
+    """Raise ConfigError where no validator is named."""
     if not validators:
         raise ConfigError(
             "a run needs a validator: without one no rollout is ever accepted",
             hint="run `intellect-node id --data-dir DIR` on the validator and give its peer id with --validator",
         )
+
+
+def _check_validators(validators: Sequence[PeerId], recipe: Recipe) -> None:
+    require_validators(validators)
     if len(set(validators)) != len(validators):
         raise ConfigError("the same validator is named twice")
     if recipe.quorum > len(validators):

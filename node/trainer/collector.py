@@ -80,6 +80,14 @@ class Collector:
         """Whether every relay has been heard and nothing that it announced is still to be judged."""
         return not self._feeds.silent and self.pending(step) == 0
 
+    def drop_stale(self, step: int) -> int:
+        """Delete files that no batch from `step` on may use; the number of accepted rollouts that went that way."""
+        state = self._ledger.state
+        stale = state.stale(step)
+        for key in stale:
+            self.file(key).unlink(missing_ok=True)
+        return sum(state.submissions[key].record.rollouts for key in stale)
+
     async def wait_changed(self) -> None:
         """Until a submission or an entry is there that was not when this was called."""
         await self._changed.wait()
@@ -136,9 +144,12 @@ class Collector:
         return None
 
     async def _have_file(self, key: bytes, case: _Case) -> bool:
-        """Whether the file of an accepted submission is on disk; a rejected one's is not needed."""
+        """Whether the file of an accepted submission is on disk; one that is rejected or too old is not needed."""
         accepted = any(verdict.record.outcome == "accept" for verdict in case.verdicts.values())
         if not accepted or self.file(key).exists() or case.submission is None:
+            return True
+        state = self._ledger.state
+        if case.submission.record.checkpoint_step < len(state.batches) - state.manifest.batch.max_staleness:
             return True
         for client in list(case.relays.values()):
             try:

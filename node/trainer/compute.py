@@ -1,7 +1,8 @@
 """The trainer's compute process: holds the policy, trains a step when told to, writes the checkpoint, then answers.
 
 `python -m node.trainer.compute STATE_DIR RECIPE [--policy DIR] …`. The initial policy lies beside the
-recipe as `policy-0`, where `run create` put it. Never sees the network.
+recipe as `policy-0`, where `run create` put it. With `policy.processes` in the recipe it is as many processes, which
+torchrun starts (node.trainer.team). Never sees the network.
 """
 
 from __future__ import annotations
@@ -9,21 +10,28 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NoReturn
 
 import torch
 
 from node.compute.serve import serve
+from node.trainer.team import Team, become_torchrun, follow, join_torchrun, started_by_torchrun
 from protocol.errors import ModelError
 from trainer.checkpoint import Checkpoints, Saved
+from trainer.optimiser import optimiser_tensors
+from trainer.parallel import ALONE, World, join_world, own_device
 from trainer.policy import Policy, load_policy
 from trainer.recipe import Recipe, load_recipe, recipe_path
 from trainer.step import TrainStep
 
 logger = logging.getLogger(__name__)
+
+SKIPPED: Final[Mapping[str, float]] = {"reward": 0.0, "rollouts": 0.0, "tokens": 0.0, "updates": 0.0}
+"""Metrics of a step that trains nothing; the node knows the reward of what was left out."""
 
 
 @dataclass
@@ -37,11 +45,14 @@ class _Loaded:
 class TrainerCompute:
     """Answers the trainer's calls; each is safe to repeat after a crash on either side."""
 
-    def __init__(self, recipe: Recipe, *, state_dir: Path, policy_dir: Path, device: str = "cpu") -> None:
+    def __init__(
+        self, recipe: Recipe, *, state_dir: Path, policy_dir: Path, device: str = "cpu", world: World = ALONE
+    ) -> None:
         self._recipe = recipe
+        self._team = Team(world)
         self._policy_dir = policy_dir
         self._device = device
-        self._checkpoints = Checkpoints(state_dir, keep=recipe.keep_checkpoints)
+        self._checkpoints = Checkpoints(state_dir, keep=recipe.keep_checkpoints, keep_every=recipe.keep_every)
         self._loaded: _Loaded | None = None
 
     def open(self) -> dict[str, Any]:
@@ -50,9 +61,10 @@ class TrainerCompute:
         self._load(saved)
         return {"step": saved.step, "policy_dir": str(saved.policy_dir)}
 
-    def train(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def train(self, step: int, rollouts: Sequence[Mapping[str, Any]], skip: bool = False) -> dict[str, Any]:
         """Train a step from checkpoint `step`; checkpoint `step + 1` is durable when this returns.
 
+        `skip`: the step's batch has too little to learn from, and its policy is that of the step before.
         A step that was trained before is not trained again: its checkpoint and metrics are given once more.
         Raises MalformedError for rollouts that cannot be trained on and ModelError without checkpoint `step`.
         """
@@ -60,7 +72,7 @@ class TrainerCompute:
         if done is None:
             loaded = self._at(step)
             self._loaded = None  # whatever fails from here on, the next call begins from the disk
-            metrics = loaded.train_step.run(step, rollouts)
+            metrics = dict(SKIPPED) if skip else self._run(loaded, step, rollouts)
             done = self._save(step + 1, loaded, metrics)
             self._loaded = _Loaded(done, loaded.train_step)
         metrics = done.report["metrics"]
@@ -71,8 +83,37 @@ class TrainerCompute:
             "mean_reward": metrics["reward"],
         }
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this process speaks to the node."""
+        return self._team.world.rank == 0
+
+    def follow(self) -> NoReturn:
+        """Take part in what the trainer's first process is told to do."""
+        follow(self._team.world, {"load": self._load_with_others, "run": self._run_with_others, "save": self._gather})
+
+    def _load_with_others(self, step: int) -> None:
+        saved = self._checkpoints.find(step)
+        if saved is None:
+            raise ModelError(f"checkpoint {step} is not where this process looks: all of them need the same disk")
+        self._load(saved)
+
+    def _run_with_others(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
+        if self._loaded is not None:
+            self._loaded.train_step.run(step, rollouts)
+
+    def _gather(self) -> None:
+        if self._loaded is not None:
+            self._loaded.train_step.policy.tensors()
+            optimiser_tensors(self._loaded.train_step.optimiser)
+
+    def _run(self, loaded: _Loaded, step: int, rollouts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        self._team.tell("run", step=step, rollouts=rollouts)
+        return loaded.train_step.run(step, rollouts)
+
     def _save(self, step: int, loaded: _Loaded, metrics: dict[str, float]) -> Saved:
         work = loaded.train_step
+        self._team.tell("save")
         return self._checkpoints.save(
             step, work.policy, work.optimiser, report={"metrics": metrics}, previous=loaded.saved
         )
@@ -88,15 +129,24 @@ class TrainerCompute:
         return self._load(saved)
 
     def _load(self, saved: Saved) -> _Loaded:
-        policy, optimiser = self._checkpoints.restore(saved, self._recipe.optimiser, device=self._device)
-        train_step = TrainStep(policy, optimiser, self._recipe, reference=self._reference())
+        world = self._team.world
+        if self.is_first:
+            self._team.tell("load", step=saved.step)
+        policy, optimiser = self._checkpoints.restore(
+            saved,
+            self._recipe.optimiser,
+            policy_settings=self._recipe.policy,
+            device=self._device,
+            world=world,
+        )
+        train_step = TrainStep(policy, optimiser, self._recipe, reference=self._reference(), world=world)
         self._loaded = _Loaded(saved, train_step)
         return self._loaded
 
     def _reference(self) -> Policy | None:
         if not self._recipe.loss.kl_coefficient:
             return None
-        return load_policy(self._policy_dir, device=self._device)
+        return load_policy(self._policy_dir, device=self._device, settings=self._recipe.policy)
 
 
 def main() -> None:
@@ -105,19 +155,28 @@ def main() -> None:
     parser.add_argument("state_dir", type=Path)
     parser.add_argument("recipe")
     parser.add_argument("--policy", type=Path, help="initial policy; beside the recipe, policy-0, unless given")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default=os.environ.get("INTELLECT_DEVICE", "cpu"))
     parser.add_argument("--threads", type=int, default=1, help="more are faster on large models only")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+    recipe = load_recipe(arguments.recipe)
+    if started_by_torchrun():
+        join_torchrun()
+    elif recipe.policy.processes > 1:
+        become_torchrun(recipe.policy.processes, "node.trainer.compute", sys.argv[1:])
     torch.set_num_threads(arguments.threads)
     _repeat_exactly(arguments.device)
     compute = TrainerCompute(
-        load_recipe(arguments.recipe),
+        recipe,
         state_dir=arguments.state_dir,
         policy_dir=arguments.policy or recipe_path(arguments.recipe).parent / "policy-0",
-        device=arguments.device,
+        device=own_device(arguments.device),
+        world=join_world(),
     )
-    serve({"open": compute.open, "train": compute.train})
+    if compute.is_first:
+        serve({"open": compute.open, "train": compute.train})
+    else:
+        compute.follow()
 
 
 def _repeat_exactly(device: str) -> None:

@@ -8,6 +8,7 @@ hands it to every relay. What a crash interrupts is redone from the ledger: a co
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,8 +26,11 @@ from node.relay_client import RelayClient
 from node.status import StatusBoard
 from node.swarm import Swarm
 from node.trainer.collector import Collector
+from node.trainer.gather import Gathered, Signals, batch_metrics, gather, wants_more, with_length
+from node.trainer.monitor import Monitor
 from node.trainer.scoreboard import Scoreboard
 from p2p.shardcast.store import CheckpointStore
+from protocol.batches import is_trained, pack_bits, silent_groups, tally_of
 from protocol.envelope import Signed, seal
 from protocol.errors import DataDirError, ProtocolError, RefusedError, RelayError
 from protocol.identity import Identity, PeerId
@@ -43,8 +47,6 @@ END_DEADLINE_S = 20.0
 LAST_VERDICTS_MIN_S = 2.0
 LOOK_AGAIN_S = 0.5
 LAST_VERDICTS_DEADLINE_S = 30.0
-SURPLUS = 1.25
-"""Collecting pauses when so many times the batch is on its way, so that nobody works for nothing."""
 
 
 class TrainResult(msgspec.Struct):
@@ -68,6 +70,7 @@ class TrainerParts:
     collector: Collector
     compute: ComputeProcess
     reader: RolloutReader
+    monitor: Monitor
     board: StatusBoard
     origin_url: str
     origin_fingerprint: bytes
@@ -93,17 +96,20 @@ class TrainerRole:
         self._idle_step: int | None = None
         self._introduced: set[tuple[PeerId, str]] = set()
         self._scores = Scoreboard(parts.ledger.state, parts.board)
+        self._signals = Signals(parts.manifest.record, self._rows)
 
     async def run(self) -> None:
         self._p.collector.on_verdict = self._scores.verdict
         await self._recover()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._p.collector.run)
+            nursery.start_soon(self._p.monitor.run)
             nursery.start_soon(self._beat_loop)
             batches = trio.open_memory_channel[int](self._manifest.batch.max_staleness + 1)
             nursery.start_soon(self._gather_loop, batches[0])
             await self._train_loop(batches[1])
             await self._take_last_verdicts()
+            await self._p.monitor.finish()
             self._finished = True
             self._p.board.state("finished", "all steps are trained")
             await self._tell_the_end()
@@ -137,6 +143,7 @@ class TrainerRole:
             if one.used_in in self._p.ledger.state.trained:
                 self._p.collector.file(key).unlink(missing_ok=True)
         self._scores.restore()
+        self._p.monitor.trained(self._p.ledger.state.trained)
         log.info("recovered checkpoint=%d batches=%d", self._newest().record.step, self._step)
 
     def _require_one_history(self, checkpoint: int) -> None:
@@ -184,20 +191,46 @@ class TrainerRole:
             await published.wait()
         self._set_collecting(True)
 
-    async def _gather(self, step: int) -> list[bytes]:
-        wanted = -(-self._manifest.batch.rollouts_per_step // self._manifest.rollouts_per_submission)
+    async def _gather(self, step: int) -> Gathered:
+        """Wait until a step's batch is whole, has been tried for often enough, or is due."""
+        opened = trio.current_time()
+        self._scores.stale(step, self._p.collector.drop_stale(step))
         while True:
             usable = self._p.ledger.state.usable(step)
-            self._scores.gathered(step, min(len(usable), wanted), wanted)
-            if len(usable) >= wanted:
-                return usable[:wanted]
-            self._set_collecting(len(usable) + self._p.collector.pending(step) < SURPLUS * wanted)
-            await self._p.collector.wait_changed()
+            silent = await self._signals.read(usable)
+            if usable != self._p.ledger.state.usable(step):
+                continue  # more came while files were being read
+            waited_s = trio.current_time() - opened
+            gathered = gather(self._manifest, usable, silent, waited_s=waited_s)
+            pending = self._p.collector.pending(step)
+            self._scores.gathered(step, gathered, pending=pending, waited_s=waited_s)
+            if gathered.ended is not None:
+                return gathered
+            self._set_collecting(wants_more(self._manifest, gathered, pending=pending))
+            deadline_s = self._manifest.batch.deadline_s
+            left_s = math.inf if deadline_s is None or waited_s >= deadline_s else deadline_s - waited_s
+            with trio.move_on_after(left_s):
+                await self._p.collector.wait_changed()
 
-    def _commit(self, step: int, submissions: list[bytes]) -> None:
-        batch = Batch(run_id=self._run_id, step=step, submissions=tuple(submissions), issued_at_ms=now_ms())
+    def _commit(self, step: int, gathered: Gathered) -> None:
+        issued_at_ms = now_ms()
+        if gathered.ended == "deadline" and self._manifest.batch.deadline_s is not None:
+            # The clock may have been set back since the last batch; the ledger must see that the time is over.
+            deadline_ms = math.ceil(1000 * self._manifest.batch.deadline_s)
+            issued_at_ms = max(issued_at_ms, self._p.ledger.state.committed_at_ms(step) + deadline_ms)
+        batch = Batch(
+            run_id=self._run_id,
+            step=step,
+            submissions=gathered.submissions,
+            issued_at_ms=issued_at_ms,
+            ended=gathered.ended or "whole",
+            silent=pack_bits(gathered.silent),
+        )
         self._p.ledger.append([seal(batch, self._p.identity)])
-        log.info("batch step=%d submissions=%d", step, len(submissions))
+        log.info(
+            "batch step=%d submissions=%d rollouts=%d silent_groups=%d ended=%s",
+            *(step, len(batch.submissions), gathered.tally.rollouts, sum(gathered.silent), batch.ended),
+        )
         self._collecting = step + 1 - self._newest().record.step <= self._manifest.batch.max_staleness
         self._touch_head()
 
@@ -217,10 +250,11 @@ class TrainerRole:
             began = time.monotonic()
             step = await receive.receive()
             self._idle_step = None
-            self._scores.waited(time.monotonic() - began)
+            wait_s = time.monotonic() - began
+            self._scores.waited(wait_s)
             self._p.board.working(f"training step {step}")
             began = time.monotonic()
-            await self._train(step)
+            await self._train(step, wait_s)
             self._scores.worked(time.monotonic() - began)
 
     def _say_what_is_missing(self) -> None:
@@ -231,38 +265,56 @@ class TrainerRole:
         else:
             self._p.board.waiting(f"a relay: {self._p.discovery_state()}")
 
-    async def _train(self, step: int) -> None:
-        rollouts: list[dict[str, Any]] = []
-        for key in self._p.ledger.state.batches[step]:
-            rollouts += await self._rollouts(key)
-        answer = await self._p.compute.call("train", timeout_s=TRAIN_TIMEOUT_S, step=step, rollouts=rollouts)
-        result = msgspec.convert(answer, TrainResult)
+    async def _train(self, step: int, wait_s: float) -> None:
+        began = time.monotonic()
+        result, metrics = await self._learn(step)
+        seconds = {"train_seconds": time.monotonic() - began, "wait_seconds": wait_s}
         await self._publish(result)
         trained = Trained(
             run_id=self._run_id,
             step=step,
             checkpoint=self._newest().id,
-            mean_reward=result.mean_reward,
-            metrics=result.metrics,
+            mean_reward=metrics["reward"],
+            metrics={**metrics, **seconds},
             issued_at_ms=now_ms(),
         )
         self._p.ledger.append([seal(trained, self._p.identity)])
         self._scores.trained(trained)
+        self._p.monitor.trained(self._p.ledger.state.trained)
         self._touch_head()
         for key in self._p.ledger.state.batches[step]:
             self._p.collector.file(key).unlink(missing_ok=True)
-        log.info("trained step=%d reward=%.3f", step, result.mean_reward)
+        log.info("trained step=%d reward=%.3f", step, trained.mean_reward)
 
-    async def _rollouts(self, key: bytes) -> list[dict[str, Any]]:
-        submission = self._p.ledger.state.submissions[key].record
-        rows: list[dict[str, Any]] = await self._p.reader.read(
+    async def _learn(self, step: int) -> tuple[TrainResult, dict[str, float]]:
+        """Have a step's batch trained. Its metrics speak of all that was collected for it."""
+        batch = self._p.ledger.state.committed[step]
+        rollouts: list[dict[str, Any]] = []
+        for key in batch.submissions:
+            rollouts += await self._rollouts(key)
+        silent = silent_groups(self._manifest, batch)
+        size = self._manifest.rollout.group_size
+        useful = [row for place, row in enumerate(rollouts) if not silent[place // size]]
+        skip = not is_trained(self._manifest, tally_of(self._manifest, batch))
+        what = {"rollouts": [], "skip": True} if skip else {"rollouts": useful}
+        answer = await self._p.compute.call("train", timeout_s=TRAIN_TIMEOUT_S, step=step, **what)
+        result = msgspec.convert(answer, TrainResult)
+        metrics = result.metrics | batch_metrics(self._manifest, rollouts, silent, skipped=skip)
+        return result, metrics | self._scores.dropped(step)
+
+    async def _rows(self, key: bytes) -> list[dict[str, Any]]:
+        return await self._p.reader.read(
             self._p.collector.file(key),
             timeout_s=READ_TIMEOUT_S,
             max_rollouts=self._manifest.rollouts_per_submission,
             max_tokens=self._manifest.model.max_model_len,
         )
-        group = key.hex()
-        return [row | {"checkpoint_step": submission.checkpoint_step, "submission": group} for row in rows]
+
+    async def _rollouts(self, key: bytes) -> list[dict[str, Any]]:
+        submission = self._p.ledger.state.submissions[key]
+        origin = {"checkpoint_step": submission.record.checkpoint_step, "submission": key.hex()}
+        rows = with_length(self._manifest, self._run_id, submission, await self._rows(key))
+        return [row | origin for row in rows]
 
     async def _publish(self, result: TrainResult) -> None:
         """Make a policy available to relays; a second time changes nothing."""
@@ -274,6 +326,7 @@ class TrainerRole:
             shard_bytes=self._manifest.shard_bytes,
         )
         self._p.board.update(checkpoint_step=result.step)
+        self._p.monitor.published(result.step, Path(result.policy_dir))
         self._published.set()
         self._published = trio.Event()
         self._touch_head()

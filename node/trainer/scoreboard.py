@@ -6,10 +6,12 @@ from collections import deque
 from typing import Any
 
 from node.status import StatusBoard
+from node.trainer.gather import Gathered
+from protocol.batches import most_submissions, wanted_submissions
 from protocol.envelope import Signed
 from protocol.identity import PeerId
 from protocol.ledger import LedgerState
-from protocol.records import Trained, Verdict
+from protocol.records import Manifest, Trained, Verdict
 
 KEPT_VERDICTS = 250
 """Of those that accept, and of the others."""
@@ -23,6 +25,8 @@ class Scoreboard:
         self._board = board
         self._wait_s = 0.0
         self._train_s = 0.0
+        self._stale_rollouts = 0
+        self._stale_by_step: dict[int, int] = {}
         self._accepts: deque[dict[str, Any]] = deque(maxlen=KEPT_VERDICTS)
         self._others: deque[dict[str, Any]] = deque(maxlen=KEPT_VERDICTS)
 
@@ -32,6 +36,8 @@ class Scoreboard:
             for verdict in submission.verdicts.values():
                 self._keep(verdict)
         self._board.details(total_steps=self._state.manifest.batch.total_steps)
+        stale = self._state.stale(self._step)
+        self._stale_rollouts = sum(self._state.submissions[key].record.rollouts for key in stale)
         self._show_rewards()
         self._show_contributors()
 
@@ -44,8 +50,34 @@ class Scoreboard:
         rows = self._accepts if verdict.record.outcome == "accept" else self._others
         rows.append(_verdict_row(verdict))
 
-    def gathered(self, step: int, have: int, wanted: int) -> None:
-        self._board.details(gathering={"step": step, "submissions": have, "wanted": wanted})
+    def gathered(self, step: int, gathered: Gathered, *, pending: int, waited_s: float) -> None:
+        """What a step has so far, what it lacks, and how many submissions are still to be judged."""
+        manifest = self._state.manifest
+        self._board.update(pending=pending)
+        self._board.details(
+            gathering={
+                "step": step,
+                "submissions": gathered.tally.submissions,
+                "wanted": wanted_submissions(manifest),
+                "most": most_submissions(manifest),
+                "rollouts": gathered.tally.rollouts,
+                "wanted_rollouts": manifest.batch.rollouts_per_step,
+                "groups_without_signal": sum(gathered.silent),
+                "waited_s": round(waited_s, 1),
+                "deadline_s": manifest.batch.deadline_s,
+            },
+            batch=_batch_text(manifest, gathered),
+        )
+
+    def stale(self, step: int, rollouts: int) -> None:
+        """So many rollouts in all are too old for a step; those that were not for the one before are its own."""
+        self._stale_by_step[step] = max(0, rollouts - self._stale_rollouts)
+        self._stale_rollouts = max(rollouts, self._stale_rollouts)
+        self._board.details(stale_rollouts=self._stale_rollouts)
+
+    def dropped(self, step: int) -> dict[str, float]:
+        """Metrics of what a step could not use any more."""
+        return {"stale_rollouts": float(self._stale_by_step.pop(step, 0))}
 
     def trained(self, trained: Trained) -> None:
         self._show_rewards()
@@ -59,11 +91,16 @@ class Scoreboard:
         self._train_s += seconds
         self._board.details(train_s=round(self._train_s, 3))
 
+    @property
+    def _step(self) -> int:
+        return len(self._state.batches)
+
     def _show_rewards(self) -> None:
         trained = self._state.trained
         self._board.details(
             rewards=[[step, record.mean_reward] for step, record in trained.items()],
             metrics=[{"step": step, **record.metrics} for step, record in trained.items()],
+            groups_without_signal=int(sum(one.metrics.get("groups_without_signal", 0.0) for one in trained.values())),
         )
 
     def _show_contributors(self) -> None:
@@ -76,8 +113,8 @@ class Scoreboard:
         self._board.details(
             contributors=rows,
             verdicts=[*self._others, *self._accepts],
-            stale=self._state.stale(len(self._state.trained)),
-            unused=len(self._state.usable(len(self._state.batches))),
+            stale=len(self._state.stale(len(self._state.trained))),
+            unused=len(self._state.usable(self._step)),
         )
 
     def _contributor_row(self, peer: PeerId) -> dict[str, Any]:
@@ -90,6 +127,17 @@ class Scoreboard:
             "reason": one.reason,
             "credits": one.credits,
         }
+
+
+def _batch_text(manifest: Manifest, gathered: Gathered) -> str:
+    """A batch in a line, for a person."""
+    wanted, tally = manifest.batch.rollouts_per_step, gathered.tally
+    if not manifest.batch.signal_only:
+        return f"{tally.rollouts} of {wanted} rollouts"
+    return (
+        f"{tally.rollouts} of {wanted} rollouts with signal, from {tally.submissions} of at most "
+        f"{most_submissions(manifest)} submissions; {sum(gathered.silent)} groups without signal left out"
+    )
 
 
 def _verdict_row(verdict: Signed[Verdict]) -> dict[str, Any]:

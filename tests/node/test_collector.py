@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import trio
 import trio.testing
-from factories import OPERATOR, make_manifest, make_submission, make_verdict
+from factories import OPERATOR, make_batch, make_manifest, make_submission, make_verdict
 
 from node.feeds import Feeds
 from node.ledger_file import LedgerFile
@@ -157,3 +157,27 @@ async def test_evicted_contributors_are_not_waited_for(world: World) -> None:
     await world.hear(bad, make_verdict(bad, outcome="reject", hard=True, reason="seed: another"), rest)
     assert world.collector.pending(0) == 0
     assert world.collector.has_all(0)
+
+
+async def test_stale_rollouts_are_counted_and_deleted_and_never_in_a_batch(world: World) -> None:
+    submission = make_submission(ALICE, RUN)
+    await world.hear(submission, make_verdict(submission))
+    assert [world.collector.drop_stale(step) for step in range(2)] == [0, 0]
+    assert world.collector.file(submission.id).exists()
+    assert world.state.usable(1) == [submission.id]
+    assert world.collector.drop_stale(2) == submission.record.rollouts
+    assert not world.collector.file(submission.id).exists()
+    assert world.state.usable(2) == []
+
+
+async def test_a_file_too_old_for_the_step_is_not_fetched(world: World) -> None:
+    """A slow contributor's work costs a line in the ledger, and no traffic."""
+    for step in range(2):
+        filler = make_submission(BOB, RUN, step=step, checkpoint_step=step)
+        world.ledger.append([filler.data, make_verdict(filler).data, make_batch(RUN, step, [filler])])
+    late = make_submission(ALICE, RUN)
+    await world.hear(late, make_verdict(late))
+    assert world.state.submissions[late.id].state == "accepted"
+    assert world.relay.fetched == 0
+    assert world.state.usable(2) == []
+    assert world.collector.drop_stale(2) == late.record.rollouts

@@ -1,16 +1,22 @@
 """The trainer's compute process: durable before it answers, and safe to ask twice."""
 
+import contextlib
 import hashlib
+import os
+import signal
+from pathlib import Path
 
 import pytest
+import torch
 import trio
+from safetensors.torch import load_file
 
 from node.compute.process import ComputeProcess
 from node.run_create import create_run
 from node.trainer.compute import TrainerCompute
-from protocol.errors import MalformedError, ModelError
+from protocol.errors import ComputeError, DataDirError, MalformedError, ModelError
 from protocol.identity import Identity
-from trainer.recipe import ASSETS_DIR, load_recipe
+from trainer.recipe import ASSETS_DIR, RECIPES_DIR, load_recipe
 
 DEMO_POLICY = ASSETS_DIR / "sort-digits"
 
@@ -108,7 +114,7 @@ def test_a_failure_after_training_is_redone_from_the_disk(make_compute, tmp_path
 
     with monkeypatch.context() as patch:
         patch.setattr("trainer.checkpoint._sync_tree", fail)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(DataDirError, match="no space is left"):
             compute.train(0, rollouts(0))
     assert weights(compute.train(0, rollouts(0)), tmp_path) == weights(other.train(0, rollouts(0)), tmp_path)
 
@@ -118,6 +124,76 @@ def test_a_step_without_its_checkpoint_is_refused(make_compute):
     compute.open()
     with pytest.raises(ModelError, match="checkpoint 5 is not here"):
         compute.train(5, rollouts(5))
+
+
+def test_the_demos_policy_is_published_in_bfloat16(make_compute):
+    """Restarts change no bit of it, as the test above shows: what training goes on from are the float32 masters."""
+    compute = make_compute()
+    compute.open()
+    published = load_file(f"{compute.train(0, rollouts(0))['policy_dir']}/model.safetensors")
+    assert {tensor.dtype for tensor in published.values()} == {torch.bfloat16}
+
+
+def recipe_with(tmp_path, setting):
+    """The demo's recipe with another setting of the policy, as a file."""
+    demo, path = (RECIPES_DIR / "demo.toml").read_text(), tmp_path / "mine.toml"
+    assert demo.count("[policy]\n") == 1
+    path.write_text(demo.replace("[policy]\n", f"[policy]\n{setting}\n"))
+    return path
+
+
+def descendants():
+    """Process ids of this process's children, and of all that came from them."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    children = {pid for pid, parent in parents.items() if parent == os.getpid()}
+    found = set(children)
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return children, found
+
+
+def is_running(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.mark.long
+async def test_two_processes_of_torchrun_train_as_one_and_end_with_the_node(tmp_path, make_compute):
+    """The node speaks to the first worker through torchrun, and kill -9 of what it started leaves no process behind."""
+    alice, bob = Identity.from_phrase("alice"), Identity.from_phrase("bob")
+    recipe = recipe_with(tmp_path, "processes = 2")
+    create_run(str(recipe), tmp_path, identity=alice, validators=[bob.peer_id], issued_at_ms=1)
+    alone = make_compute("alone")
+    alone.open()
+    expected = [alone.train(step, rollouts(step)) for step in range(2)]
+    process = ComputeProcess(
+        "node.trainer.compute",
+        name="trainer",
+        log_path=tmp_path / "log",
+        args=[str(tmp_path / "state"), str(tmp_path / "run" / "recipe.toml")],
+    )
+    with trio.fail_after(300):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(process.run)
+            await process.call("open", timeout_s=200)
+            found = await process.call("train", timeout_s=60, step=0, rollouts=rollouts(0))
+            with pytest.raises(ComputeError, match="whole groups"):
+                await process.call("train", timeout_s=60, step=1, rollouts=rollouts(1)[:-1])
+            again = await process.call("train", timeout_s=60, step=1, rollouts=rollouts(1))
+            (torchrun,), everyone = descendants()
+            os.kill(torchrun, signal.SIGKILL)
+            while any(map(is_running, everyone)):  # noqa: ASYNC110 - the kernel has no event for other's children
+                await trio.sleep(0.05)
+            nursery.cancel_scope.cancel()
+    assert len(everyone) == 3
+    for one, other in zip((found, again), expected, strict=True):
+        assert one["step"] == other["step"]
+        for name in ("loss", "grad_norm", "entropy"):
+            assert one["metrics"][name] == pytest.approx(other["metrics"][name], rel=1e-4)
 
 
 async def test_the_process_answers_the_nodes_calls(tmp_path):

@@ -11,12 +11,14 @@ from factories import OPERATOR, make_manifest, make_submission, make_verdict, se
 
 from node.ledger_file import LedgerFile
 from node.status import StatusBoard
+from node.trainer.monitor import Monitor
 from node.trainer.role import TrainerParts, TrainerRole
 from protocol.envelope import Signed
 from protocol.errors import DataDirError
 from protocol.identity import Identity
 from protocol.ledger import LedgerState
 from protocol.records import CheckpointFile, CheckpointManifest, Head
+from trainer.metrics import MetricsLog
 
 MANIFEST = sealed(make_manifest(), OPERATOR)
 
@@ -88,6 +90,9 @@ class FakeCollector:
     def pending(self, step: int) -> int:
         return 0
 
+    def drop_stale(self, step: int) -> int:
+        return 0
+
 
 class FakeSwarm:
     def __init__(self, *relays: FakeRelay) -> None:
@@ -102,7 +107,8 @@ def ledger(tmp_path: Path) -> LedgerFile:
     return ledger
 
 
-def trainer(ledger: LedgerFile, *, step: int, relay: FakeRelay | None = None) -> TrainerRole:
+def trainer(ledger: LedgerFile, directory: Path, *, step: int, relay: FakeRelay | None = None) -> TrainerRole:
+    board = StatusBoard(role="trainer", peer_id=OPERATOR.peer_id, run="test")
     parts: Any = {
         "identity": OPERATOR,
         "manifest": MANIFEST,
@@ -112,7 +118,8 @@ def trainer(ledger: LedgerFile, *, step: int, relay: FakeRelay | None = None) ->
         "collector": FakeCollector(),
         "compute": FakeCompute(step),
         "reader": None,
-        "board": StatusBoard(role="trainer", peer_id=OPERATOR.peer_id, run="test"),
+        "monitor": Monitor(MetricsLog(directory / "training.jsonl"), board),
+        "board": board,
     }
     parts |= {"origin_url": "https://trainer.example", "origin_fingerprint": b"f" * 32}
     parts |= {"origin_token": lambda relay: "t" * 32, "discovery_state": lambda: "connected"}
@@ -120,20 +127,22 @@ def trainer(ledger: LedgerFile, *, step: int, relay: FakeRelay | None = None) ->
 
 
 @pytest.mark.parametrize("step", [2, 7])
-async def test_training_state_of_another_time_than_the_ledger_is_refused(ledger: LedgerFile, step: int) -> None:
+async def test_training_state_of_another_time_than_the_ledger_is_refused(
+    ledger: LedgerFile, tmp_path: Path, step: int
+) -> None:
     """The ledger was lost or put back alone: training on would sign a second history."""
     with (
         trio.fail_after(5),
         pytest.raises(DataDirError, match=f"checkpoint {step}, but the ledger has 0 trained steps"),
     ):
-        await trainer(ledger, step=step).run()
+        await trainer(ledger, tmp_path, step=step).run()
 
 
-async def test_old_copy_of_the_data_directory_is_refused(ledger: LedgerFile) -> None:
+async def test_old_copy_of_the_data_directory_is_refused(ledger: LedgerFile, tmp_path: Path) -> None:
     """A back-up was put back while a relay holds a newer head of the same trainer: a fork of the ledger."""
     relay = FakeRelay(ledger_length=9, ledger_tip=b"n" * 32)
     with trio.fail_after(5), pytest.raises(ExceptionGroup) as caught:
-        await trainer(ledger, step=0, relay=relay).run()
+        await trainer(ledger, tmp_path, step=0, relay=relay).run()
     error = caught.value
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
@@ -142,17 +151,17 @@ async def test_old_copy_of_the_data_directory_is_refused(ledger: LedgerFile) -> 
     assert not relay.introduced.is_set()
 
 
-async def test_rewritten_ledger_is_refused(ledger: LedgerFile) -> None:
+async def test_rewritten_ledger_is_refused(ledger: LedgerFile, tmp_path: Path) -> None:
     relay = FakeRelay(ledger_length=1, ledger_tip=b"x" * 32)
     with trio.fail_after(5), pytest.raises(ExceptionGroup):
-        await trainer(ledger, step=0, relay=relay).run()
+        await trainer(ledger, tmp_path, step=0, relay=relay).run()
 
 
-async def test_relay_with_an_earlier_head_is_no_hindrance(ledger: LedgerFile) -> None:
+async def test_relay_with_an_earlier_head_is_no_hindrance(ledger: LedgerFile, tmp_path: Path) -> None:
     tip = ledger.state.tip_at(1)
     assert tip is not None
     relay = FakeRelay(ledger_length=1, ledger_tip=tip)
-    role = trainer(ledger, step=0, relay=relay)
+    role = trainer(ledger, tmp_path, step=0, relay=relay)
     with trio.fail_after(5):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(role.run)
