@@ -1,16 +1,18 @@
 """Looking into the DHT by hand: `intellect-node dht find` and `dht get`.
 
 Joins for a moment as a client with a key made for it, through the bootstrap addresses given or the peers that the data
-directory's node knows. Nothing is stored and nothing is changed.
+directory's node knows. Nothing is stored and nothing is changed. All of it, the node's own answer included, takes
+`timeout_s` at most, and a moment for leaving.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import trio
@@ -19,8 +21,8 @@ from rich.text import Text
 
 from node.clock import now_ms
 from node.logs import printable
-from node.status_view import fetch_status
-from p2p.dht_records import relay_key, run_key
+from node.status_view import TIMEOUT_S, fetch_status
+from p2p.dht_records import parse_key, relay_key, run_key
 from p2p.discovery import P2PNode
 from p2p.peers import PeerBook
 from protocol.envelope import Signed
@@ -28,24 +30,31 @@ from protocol.errors import BootstrapError, ConfigError, MalformedError, NodeErr
 from protocol.identity import Identity, PeerId
 from protocol.run import RunAddress
 
-MAX_ADDRESSES = 16
+MAX_ADDRESSES: Final = 16
+
+Ask = Callable[[P2PNode, RunAddress, float], Awaitable[dict[str, Any]]]
+"""Asks through a running node, for so many seconds at most."""
 
 
 def find_run(data_dir: Path, *, run: str | None, bootstrap: Sequence[str], timeout_s: float) -> dict[str, Any]:
     """The run's manifest and relays as plain values. Raises NodeError when nobody could be asked."""
 
-    async def ask(node: P2PNode, address: RunAddress) -> dict[str, Any]:
-        manifest = await node.find_run(address, timeout_s=timeout_s)
-        relays = await node.find_relays(timeout_s=timeout_s)
-        _require_peers(node)
-        return {
-            "run": str(address),
-            "manifest": _described(manifest) if manifest else None,
-            "relays": [_described(each) for each in relays],
-            "servers_known": node.dht_peers,
-        }
+    async def ask(node: P2PNode, address: RunAddress, left_s: float) -> dict[str, Any]:
+        found: dict[str, Any] = {"run": str(address), "manifest": None, "relays": []}
 
-    return _joined(data_dir, run, bootstrap, ask)
+        async def find_manifest() -> None:
+            if manifest := await node.find_run(address, timeout_s=left_s):
+                found["manifest"] = _described(manifest)
+
+        async def find_relays() -> None:
+            found["relays"] = [_described(each) for each in await node.find_relays(timeout_s=left_s)]
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(find_manifest)
+            nursery.start_soon(find_relays)
+        return {**found, "servers_known": node.dht_peers}
+
+    return joined(data_dir, run, bootstrap, ask, timeout_s=timeout_s)
 
 
 def get_record(
@@ -53,17 +62,16 @@ def get_record(
 ) -> dict[str, Any]:
     """The newest record under a key as plain values. Raises NodeError when nobody could be asked."""
 
-    async def ask(node: P2PNode, address: RunAddress) -> dict[str, Any]:
+    async def ask(node: P2PNode, address: RunAddress, left_s: float) -> dict[str, Any]:
         whole = _whole_key(key, address)
         found = None
-        with trio.move_on_after(timeout_s):
+        with trio.move_on_after(left_s):
             while found is None:
                 found = await node.get_record(whole)
                 await trio.sleep(0.2 if found is None else 0)
-        _require_peers(node)
         return {"key": whole, "record": _described(found) if found else None, "servers_known": node.dht_peers}
 
-    return _joined(data_dir, run, bootstrap, ask)
+    return joined(data_dir, run, bootstrap, ask, timeout_s=timeout_s)
 
 
 def print_run(found: dict[str, Any]) -> None:
@@ -88,59 +96,57 @@ def print_record(found: dict[str, Any]) -> None:
         _say(f"  {name} = {value}")
 
 
-def _joined(
-    data_dir: Path,
-    run: str | None,
-    bootstrap: Sequence[str],
-    ask: Callable[[P2PNode, RunAddress], Awaitable[dict[str, Any]]],
-) -> dict[str, Any]:
-    address = _address(data_dir, run)
+def joined(data_dir: Path, run: str | None, bootstrap: Sequence[str], ask: Ask, *, timeout_s: float) -> dict[str, Any]:
+    """What `ask` finds with a client that joins for a moment. Raises NodeError when nobody could be asked."""
+    ends_at = time.monotonic() + timeout_s
+    running = {} if run and bootstrap else _status_of(data_dir, min(TIMEOUT_S, timeout_s / 2))
+    address = RunAddress.parse(run or _run_of(running))
     with tempfile.TemporaryDirectory() as scratch:
         node = P2PNode(
             Identity(os.urandom(32)),
             listen=(),
             announce=(),
-            bootstrap=[*bootstrap] or _known_to(data_dir),
+            bootstrap=[*bootstrap] or _known_to(data_dir, running),
             dht_server=False,
             run_address=address,
             data_dir=Path(scratch),
         )
-        return trio.run(_ask, node, address, ask)
+        return trio.run(_ask, node, address, ask, max(0.0, ends_at - time.monotonic()))
 
 
-async def _ask(
-    node: P2PNode, address: RunAddress, ask: Callable[[P2PNode, RunAddress], Awaitable[dict[str, Any]]]
-) -> dict[str, Any]:
+async def _ask(node: P2PNode, address: RunAddress, ask: Ask, left_s: float) -> dict[str, Any]:
     async with trio.open_nursery() as nursery:
         await nursery.start(node.run)
-        answer = await ask(node, address)
+        answer = await ask(node, address, left_s)
+        tried = "" if node.dht_peers else node.bootstrap_state
         nursery.cancel_scope.cancel()
+    if tried:
+        raise BootstrapError(f"nobody could be asked: {tried}", hint="check --bootstrap and this computer's network")
     return answer
 
 
-def _address(data_dir: Path, run: str | None) -> RunAddress:
-    if run is None:
-        try:
-            run = str(fetch_status(data_dir).get("run"))
-        except NodeError as error:
-            raise ConfigError(
-                f"no --run is given, and {error.message}", hint="give --run <operator peer id>/<name>"
-            ) from error
-    return RunAddress.parse(run)
+def _status_of(data_dir: Path, timeout_s: float) -> dict[str, Any]:
+    """The status of the directory's node; why there is none, if there is none."""
+    try:
+        return fetch_status(data_dir, timeout_s=timeout_s)
+    except NodeError as error:
+        return {"error": error.message}
 
 
-def _known_to(data_dir: Path) -> list[str]:
+def _run_of(status: dict[str, Any]) -> str:
+    if "error" in status:
+        raise ConfigError(f"no --run is given, and {status['error']}", hint="give --run <operator peer id>/<name>")
+    return str(status.get("run"))
+
+
+def _known_to(data_dir: Path, status: dict[str, Any]) -> list[str]:
     """Addresses of peers that the directory's node has heard of, and of itself if it is a relay."""
     found = [
         f"{address}/p2p/{peer.peer_id}"
         for peer in PeerBook(data_dir / "peers.json").peers
         for address in peer.addresses[:1]
     ]
-    try:
-        discovery = fetch_status(data_dir).get("details", {}).get("discovery", {})
-        found += discovery.get("multiaddrs", [])
-    except NodeError:
-        pass  # none runs; what it remembered may do
+    found += status.get("details", {}).get("discovery", {}).get("multiaddrs", [])
     if not found:
         raise BootstrapError(
             f"no --bootstrap is given, and {data_dir} remembers no peers",
@@ -149,19 +155,13 @@ def _known_to(data_dir: Path) -> list[str]:
     return found[:MAX_ADDRESSES]
 
 
-def _require_peers(node: P2PNode) -> None:
-    if not node.dht_peers:
-        raise BootstrapError(
-            f"nobody could be asked: {node.bootstrap_state}", hint="check --bootstrap and this computer's network"
-        )
-
-
 def _whole_key(key: str, address: RunAddress) -> str:
     if key == "run":
         return run_key(address)
-    if key.startswith("/"):
-        return key
     try:
+        if key.startswith("/"):
+            parse_key(key)
+            return key
         return relay_key(address, PeerId.parse(key))
     except MalformedError as error:
         raise ConfigError(

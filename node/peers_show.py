@@ -1,6 +1,7 @@
 """What a running node knows of the DHT, from its status page, for people: `intellect-node peers`.
 
-Peer ids and addresses come from strangers: they are shown with control characters escaped and never as markup.
+Peer ids and addresses come from strangers: they are shown with control characters escaped and never as markup. Each
+peer has one line, which begins with its whole id: a narrow terminal breaks it, and nothing cuts it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from node.logs import printable
@@ -31,11 +31,9 @@ def describe_discovery(data_dir: Path) -> dict[str, Any]:
 
 def print_discovery(described: dict[str, Any]) -> None:
     console = Console()
-    for line in _facts(described):
-        console.print(_text(line), soft_wrap=True)
-    console.print(_peers(described.get("peers", [])))
-    if described.get("misdeeds"):
-        console.print(_misdeeds(described["misdeeds"]))
+    lines = [*_facts(described), *_peers(described.get("peers", [])), *_misdeeds(described.get("misdeeds", []))]
+    for line in lines:
+        console.print(Text(printable(line)), soft_wrap=True)
 
 
 def _facts(described: dict[str, Any]) -> list[str]:
@@ -45,34 +43,39 @@ def _facts(described: dict[str, Any]) -> list[str]:
     lines += [f"dialled at {address}" for address in described.get("multiaddrs", [])]
     lines.append(f"from outside: {described.get('reachability')}")
     lines += [f"bootstrap {line}" for line in described.get("bootstrap", [])]
+    if not described["peers"]:
+        lines.append("no other DHT server has answered yet")
     if described.get("worst_lag_s", 0) >= 1:
         lines.append(f"the network loop was once {described['worst_lag_s']} s late: this computer is overloaded")
     return lines
 
 
-def _peers(peers: list[dict[str, Any]]) -> Table:
-    table = Table("DHT server", "connected", "heard of", "failures", "addresses", box=None)
-    for peer in sorted(peers, key=lambda each: each.get("silent_s", 0)):
-        table.add_row(
-            _text(peer.get("peer_id")),
+def _peers(peers: list[dict[str, Any]]) -> list[str]:
+    """Who was heard of last comes first."""
+    rows = [
+        [
+            str(peer.get("peer_id")),
             "yes" if peer.get("connected") else "no",
-            _text(f"{peer.get('silent_s')} s ago"),
-            _text(peer.get("failures")),
-            _text(" ".join(map(str, peer.get("addresses", [])))),
-        )
-    return table
+            f"{peer.get('silent_s')} s ago",
+            str(peer.get("failures")),
+            " ".join(map(str, peer.get("addresses", []))),
+        ]
+        for peer in sorted(peers, key=lambda each: each.get("silent_s", 0))
+    ]
+    return _columns(["DHT server", "connected", "heard of", "failures", "addresses"], rows)
 
 
-def _misdeeds(rows: list[dict[str, Any]]) -> Table:
-    table = Table("misbehaved", "score of 100", "banned for", "what", box=None)
-    for row in rows:
+def _misdeeds(offenders: list[dict[str, Any]]) -> list[str]:
+    rows = []
+    for row in offenders:
         misdeeds = row.get("misdeeds")
         kinds = ", ".join(f"{count} × {kind}" for kind, count in misdeeds.items()) if misdeeds else row.get("why", "")
-        table.add_row(
-            _text(row.get("peer_id")), _text(row.get("score")), _text(f"{row.get('banned_for_s')} s"), _text(kinds)
-        )
-    return table
+        rows.append([str(row.get("peer_id")), str(row.get("score")), f"{row.get('banned_for_s')} s", str(kinds)])
+    return _columns(["misbehaved", "score of 100", "banned for", "what"], rows)
 
 
-def _text(value: Any) -> Text:
-    return Text(printable(str(value)))
+def _columns(head: list[str], rows: list[list[str]]) -> list[str]:
+    """Lines of cells, each as wide as the widest of its column; none without rows."""
+    table = [head, *rows] if rows else []
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]

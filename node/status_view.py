@@ -25,13 +25,14 @@ TIMEOUT_S: Final = 5.0
 MAX_BYTES: Final = 4 << 20
 INTERVAL_S: Final = 1.0
 _RECENT: Final = 8
+_RELAY_COUNTS: Final = {"bytes_in": "bytes in", "bytes_out": "bytes out", "failures": "failures"}
 
 
-def fetch_status(data_dir: Path) -> dict[str, Any]:
+def fetch_status(data_dir: Path, *, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
     """What the running node says of itself. Raises DataDirError when none runs, NodeError when it does not answer."""
     url = _url(data_dir)
     try:
-        status = json.loads(_get(url))
+        status = json.loads(_get(url, timeout_s))
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise NodeError(
             f"the node of {data_dir} does not answer at {url}: {error}",
@@ -59,7 +60,7 @@ def watch_status(data_dir: Path) -> None:
 
 def render(status: dict[str, Any]) -> Group:
     """A status as tables: what the node does, its relays, its latest changes."""
-    return Group(_facts(status), _relays(status), _changes(status))
+    return Group(_facts(status), *_relays(status), _changes(status))
 
 
 def _url(data_dir: Path) -> str:
@@ -83,9 +84,9 @@ def _last_state(data_dir: Path) -> str:
         return ""
 
 
-def _get(url: str) -> bytes:
+def _get(url: str, timeout_s: float) -> bytes:
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(HOST, parts.port, timeout=TIMEOUT_S)
+    connection = http.client.HTTPConnection(HOST, parts.port, timeout=timeout_s)
     try:
         connection.request("GET", parts.path)
         response = connection.getresponse()
@@ -121,12 +122,13 @@ def _reasons(status: dict[str, Any]) -> str:
     return "".join(f", {count} rejected ({reason})" for reason, count in rejected.items())
 
 
-def _relays(status: dict[str, Any]) -> Table:
-    table = Table("relay", "url", "bytes in", "bytes out", "failures", box=None)
+def _relays(status: dict[str, Any]) -> list[Text]:
+    """Two lines each: a whole peer id leaves no room for more on a terminal of 80 columns."""
+    lines = []
     for relay in status.get("relays", []):
-        cells = (relay.get(key) for key in ("url", "bytes_in", "bytes_out", "failures"))
-        table.add_row(_text(str(relay.get("peer_id"))[-8:]), *(_text(cell) for cell in cells))
-    return table
+        counts = (f"{relay.get(key)} {name}" for key, name in _RELAY_COUNTS.items())
+        lines += [_text(f"relay {relay.get('peer_id')}"), _text(f"  {relay.get('url')}: {', '.join(counts)}")]
+    return lines
 
 
 def _changes(status: dict[str, Any]) -> Table:

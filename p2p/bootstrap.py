@@ -56,6 +56,7 @@ class Target:
     since_s: float = field(default_factory=time.time)
     tries: int = 0
     connected: bool = False
+    dialling: bool = False
     problem: str = ""
     next_step: str = ""
 
@@ -70,7 +71,8 @@ class Target:
         if self.connected:
             return f"{self.address}: connected for {age_s:.0f} s"
         step = f"; next: {self.next_step}" if self.next_step else ""
-        return f"{self.address}: {self.problem or 'not tried yet'} (try {self.tries}, for {age_s:.0f} s){step}"
+        problem = self.problem or ("no answer yet" if self.dialling else "not tried yet")
+        return f"{self.address}: {problem} (try {self.tries + self.dialling}, for {age_s:.0f} s){step}"
 
 
 @dataclass
@@ -135,16 +137,19 @@ class Bootstraps:
         was_connected = target.connected
         try:
             async with self._limit:
+                target.dialling = True
                 await dial(target.peer_id, target.address)
         except DialError as error:
             self._note_failure(target, error)
             return
+        finally:
+            target.dialling = False
         target.became(connected=True)
         if not was_connected:
             await connected(target)
 
     def _note_failure(self, target: Target, error: DialError) -> None:
-        problem = str(error)
+        problem = error.reason
         if error.problem is DialProblem.OTHER_PEER:
             problem = f"answers as {error.other_peer} instead of {target.peer_id}"
         target.became(connected=False, problem=problem, next_step=error.problem.value)

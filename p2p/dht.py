@@ -6,9 +6,10 @@ p2p.dht_records, and where in p2p.dht_stores. Readers take the highest sequence 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,7 +22,7 @@ from libp2p.records.record import make_put_record
 from p2p.addresses import Scope, scope_of
 from p2p.dht_records import Clock, Pointing, RecordValidator, digest_hex, relays_key
 from p2p.dht_stores import MAX_PROVIDERS, ProviderStore, ValueStore
-from p2p.kad import MAX_VISITS, REPLICAS, Asker, RefusedRequest, RequestError, Walk, addresses_of
+from p2p.kad import MAX_VISITS, REPLICAS, Asker, RefusedRequest, RequestError, Walk, addresses_of, merged
 from p2p.kad_message import KAD_PROTOCOL, MAX_ADDRESSES, MAX_CLOSER_PEERS, Known, closer_peers, providers
 from p2p.kad_server import KadServer
 from p2p.patches import guard_of
@@ -123,12 +124,16 @@ class RunDHT:
         if new:
             await self.join(new)
 
+    async def ping(self, peer: Any) -> None:
+        """Ask whether a peer is a DHT server of this network. Raises RequestError if it does not say so."""
+        await self._request(Known(peer), Message(type=Message.MessageType.PING))
+
     async def check_silent(self) -> None:
         """Ask contacts that have said nothing for long whether they are there."""
 
         async def check(peer: Any) -> None:
             try:
-                await self._request(Known(peer), Message(type=Message.MessageType.PING))
+                await self.ping(peer)
             except RequestError as error:
                 log.debug("contact_silent peer=%s error=%s", peer, error)
 
@@ -206,19 +211,21 @@ class RunDHT:
         return reading.best
 
     async def providers(self, key: bytes) -> list[Known]:
-        """Peers that anyone lists as providers of a key."""
-        found = {info.peer_id: Known(info.peer_id, tuple(info.addrs)) for info in self._providers.get_providers(key)}
+        """Peers that anyone lists as providers of a key.
+
+        Looks past those nearest to it: they may be made up to lie there. No number of answers is enough, for nobody
+        has signed them.
+        """
+        told = [[Known(info.peer_id, tuple(info.addrs)) for info in self._providers.get_providers(key)]]
 
         async def ask(known: Known) -> list[Known]:
             answer = await self._request(known, Message(type=Message.MessageType.GET_PROVIDERS, key=key))
             scope = self.asker.scope_of(known.peer_id)
-            for provider in providers(answer, own=self.host.get_id(), scope=scope, limit=MAX_PROVIDERS):
-                if len(found) < 2 * MAX_PROVIDERS:
-                    found.setdefault(provider.peer_id, provider)
+            told.append(providers(answer, own=self.host.get_id(), scope=scope, limit=MAX_PROVIDERS))
             return self._closer(known, answer)
 
-        await self._walk(key, ask)
-        return list(found.values())
+        await self._walk(key, ask, width=MAX_VISITS)
+        return _in_turn(told, limit=2 * MAX_PROVIDERS)
 
     def _reading(self, key: str) -> _Reading:
         reading = _Reading(key, self.validator)
@@ -324,6 +331,17 @@ def _holders(answered: list[Any]) -> list[Any]:
     """Where a value is put: at the peers nearest to its key, and at a few of the others that have answered."""
     near, far = answered[:REPLICAS], answered[REPLICAS:]
     return [*near, *random.sample(far, min(FAR_REPLICAS, len(far)))]
+
+
+def _in_turn(lists: Iterable[Sequence[Known]], *, limit: int) -> list[Known]:
+    """The first of each list, then the second of each: no list, however long, keeps the others' out."""
+    found: dict[Any, Known] = {}
+    for known in (each for row in itertools.zip_longest(*lists) for each in row if each is not None):
+        if known.peer_id in found:
+            found[known.peer_id] = merged(found[known.peer_id], known)
+        elif len(found) < limit:
+            found[known.peer_id] = known
+    return list(found.values())
 
 
 class _Reading:

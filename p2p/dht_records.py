@@ -81,7 +81,7 @@ class RecordValidator:
 
     def open(self, key: str, value: bytes) -> Pointing:
         """Check a value against its key and the clock, and return what it says."""
-        kind, digest, author = _parse_key(key)
+        kind, digest, author = parse_key(key)
         if len(value) > MAX_DHT_VALUE_BYTES:
             raise MalformedError(f"a DHT value of {len(value)} bytes; at most {MAX_DHT_VALUE_BYTES} are allowed")
         signed: Pointing
@@ -119,7 +119,8 @@ class RecordValidator:
             raise MalformedError(f"{name} claims to be valid for more than {MAX_VALIDITY_MS // 1000} s")
 
 
-def _parse_key(key: str) -> tuple[str, str, PeerId]:
+def parse_key(key: str) -> tuple[str, str, PeerId]:
+    """A key's kind (`run` or `relay`), digest of the run, and author. Raises MalformedError."""
     match = _KEY.fullmatch(key)
     if not match or len(key) > MAX_KEY_BYTES:
         raise MalformedError(f"not a key of this DHT: {key[:160]!r}")

@@ -12,6 +12,7 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,9 +23,9 @@ from p2p.bootstrap import DIAL_TIMEOUT_S, Bootstraps, ResolveTxt, Target, jitter
 from p2p.canary import Canary
 from p2p.dht import RunDHT
 from p2p.dht_records import Pointing, relay_key, relays_key, run_key
-from p2p.guard import Guard
-from p2p.host import DialError, build_host, dial, parse_announce, parse_listen, running, to_libp2p
-from p2p.kad import REPLICAS, RequestError
+from p2p.guard import Guard, hang_up
+from p2p.host import DialError, DialProblem, build_host, dial, parse_announce, parse_listen, running, to_libp2p
+from p2p.kad import REPLICAS, ForeignPeer, RequestError
 from p2p.kad_message import Known
 from p2p.peers import PeerBook, RememberedPeer
 from p2p.reachability import (
@@ -165,12 +166,12 @@ class P2PNode:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run until cancelled. Raises PortError."""
-        host = build_host(self._identity, announce=self._announce, guard=Guard(self.scores))
+        guard = Guard(self.scores)
+        host = build_host(self._identity, announce=self._announce, guard=guard)
         async with running(host, self._listen):
             self._host = host
-            self._dht = RunDHT(
-                host, self.peer_id, self._address, serve=self._serves, clock=self._clock, reach=can_be_dialled
-            )
+            reach = partial(can_be_dialled, dials=guard.dials)
+            self._dht = RunDHT(host, self.peer_id, self._address, serve=self._serves, clock=self._clock, reach=reach)
             log.info("p2p_started peer=%s serves=%s addresses=%s", self.peer_id, self._serves, self.multiaddrs)
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
@@ -308,6 +309,19 @@ class P2PNode:
         dht = self._running_dht()
         dht.bootstrap = self._bootstraps.peer_ids
         await dial(self._host, peer_id, [address], timeout_s=DIAL_TIMEOUT_S)
+        if peer_id not in dht.table:
+            await self._require_answer(dht, peer_id, address)
+
+    async def _require_answer(self, dht: RunDHT, peer_id: Any, address: Multiaddr) -> None:
+        """Who has banned this node, and who is of another network, takes the connection at first. Raises DialError."""
+        try:
+            await dht.ping(peer_id)
+        except RequestError as error:
+            log.debug("bootstrap_silent address=%s error=%s", address, error)
+            await hang_up(self._host, peer_id)
+            if isinstance(error, ForeignPeer):
+                raise DialError("is no DHT server of this network", DialProblem.NOT_A_NODE, address=address) from error
+            raise DialError("took the connection and does not answer", DialProblem.HUNG_UP, address=address) from error
 
     async def _bootstrapped(self, target: Target) -> None:
         dht = self._running_dht()

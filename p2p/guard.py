@@ -10,6 +10,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import trio
@@ -20,6 +21,9 @@ from p2p.scores import Misdeed, Scores
 log = logging.getLogger(__name__)
 
 MAX_HALF_OPEN_PER_ADDRESS: Final = 32
+MAX_SILENCE_S: Final = 2.0
+MAX_FIRST_SILENCE_S: Final = 0.25
+"""For so long it may be silent, after it has said something and before, and is not made to give way."""
 MAX_CONNECTIONS_PER_ADDRESS: Final = 128
 """Of one /24 or /64; loopback excepted, where whole swarms are simulated."""
 MAX_STREAMS_PER_PEER: Final = 32
@@ -49,23 +53,60 @@ class Refused(Exception):
     """Raised when something is beyond a peer's or an address's share, or a peer is banned."""
 
 
+@dataclass(eq=False)
+class HalfOpen:
+    """A socket that has not proved who it is."""
+
+    ip: str
+    heard_at: float
+    heard: bool = False
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+    def note(self) -> None:
+        """It has said something."""
+        self.heard, self.heard_at = True, trio.current_time()
+
+    def silent_s(self) -> float:
+        """For how much longer it has been silent than it may be."""
+        return trio.current_time() - self.heard_at - (MAX_SILENCE_S if self.heard else MAX_FIRST_SILENCE_S)
+
+
 class Guard:
     """What is open at one host, by peer and by neighbourhood."""
 
-    def __init__(self, scores: Scores | None = None) -> None:
+    def __init__(self, scores: Scores | None = None, *, dials: Pace | None = None) -> None:
+        """`dials` is shared by hosts of one node."""
         self.scores = scores or Scores()
-        self.dials = Pace()
-        self._half_open: Counter[str] = Counter()
+        self.dials = dials or Pace()
+        self._half_open: list[HalfOpen] = []
         self._connections: Counter[str] = Counter()
         self._streams: Counter[str] = Counter()
 
     @contextmanager
-    def handshake(self, ip: str) -> Iterator[None]:
-        """Room for one socket that has not proved who it is. Raises Refused."""
+    def handshake(self, ip: str) -> Iterator[HalfOpen]:
+        """Room for one socket that has not proved who it is. Raises Refused.
+
+        Where an address has too many, the one that has been silent for longest makes room: whoever holds them must not
+        shut out a neighbour behind the same address. Those that are at it are left alone, or a crowd that comes back at
+        once would never get in.
+        """
         if self.scores.is_banned_address(ip):
             raise Refused(f"{neighbourhood(ip)} is banned")
-        with _counted(self._half_open, {ip: MAX_HALF_OPEN_PER_ADDRESS}):
-            yield
+        if len(others := [each for each in self._half_open if each.ip == ip]) >= MAX_HALF_OPEN_PER_ADDRESS:
+            silent = max(others, key=HalfOpen.silent_s)
+            if silent.silent_s() <= 0:
+                raise Refused(f"{ip} has {MAX_HALF_OPEN_PER_ADDRESS} open already")
+            self._half_open.remove(silent)
+            silent.scope.cancel()
+        self._half_open.append(mine := HalfOpen(ip, trio.current_time()))
+        try:
+            with mine.scope:
+                yield mine
+        finally:
+            if mine in self._half_open:
+                self._half_open.remove(mine)
+        if mine.scope.cancelled_caught:
+            raise Refused(f"{ip} was silent, and has opened others since")
 
     @contextmanager
     def connection(self, peer: object, ip: str) -> Iterator[None]:

@@ -21,6 +21,7 @@ import trio
 from libp2p import new_host
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
+from libp2p.io.exceptions import ConnectionClosedError, IncompleteReadError
 from libp2p.network.config import ConnectionConfig, RetryConfig
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
@@ -60,16 +61,25 @@ class DialProblem(Enum):
     REFUSED = "the computer is up but nothing listens there: check the port, or start the node there"
     FILTERED = "no answer at all: check the address, and that its firewall and router let the TCP port through"
     UNREACHABLE = "this computer has no route there: check its own network, and IPv6 if the address is one"
+    LOCAL = "this computer did not allow it: check its limit of open files (`ulimit -n`) and its own firewall"
     OTHER_PEER = "its key has changed, or another node is there: ask for its new address"
+    HUNG_UP = "a node that is full or has banned this one does so: wait; if it goes on, check the port"
     NOT_A_NODE = "something else listens there: check the port, which is the DHT's, not the HTTP server's"
     BANNED = "it broke the protocol; see `intellect-node peers`, or delete bans.json and start again"
 
 
 class DialError(Exception):
-    """Raised when no address of a peer led to it. `other_peer` is who answered instead, if someone did."""
+    """Raised when no address of a peer led to it: `reason` is what happened at the last one, `address`.
 
-    def __init__(self, reason: str, problem: DialProblem, *, other_peer: str = "") -> None:
-        super().__init__(reason)
+    Written in this program's words: what libp2p raises says what a decoder met, and quotes the other side's bytes.
+    `other_peer` is who answered instead, if someone did.
+    """
+
+    def __init__(
+        self, reason: str, problem: DialProblem, *, address: Multiaddr | None = None, other_peer: str = ""
+    ) -> None:
+        super().__init__(reason if address is None else f"{address}: {reason}")
+        self.reason = reason
         self.problem = problem
         self.other_peer = other_peer
 
@@ -179,7 +189,7 @@ async def dial(host: Any, peer_id: Any, addresses: Sequence[Multiaddr], *, timeo
                 await _dial_one(host, peer_id, await resolved(address))
             return
         except trio.TooSlowError:
-            failure = DialError(f"{address} did not answer within {timeout_s:g} s", DialProblem.FILTERED)
+            failure = DialError(f"did not answer within {timeout_s:g} s", DialProblem.FILTERED, address=address)
         except DialError as error:
             failure = error
         except Exception as error:  # whatever a peer's bytes bring about
@@ -196,8 +206,8 @@ async def resolved(address: Multiaddr) -> Multiaddr:
     try:
         found = await trio.socket.getaddrinfo(name, int(port), _NAME_FAMILIES[protocol], socket.SOCK_STREAM)
     except OSError as error:
-        reason = f"{address}: the name {name} cannot be resolved: {error.strerror or error}"
-        raise DialError(reason, DialProblem.NAME) from error
+        reason = f"the name {name} cannot be resolved: {error.strerror or error}"
+        raise DialError(reason, DialProblem.NAME, address=address) from error
     ip = str(found[0][4][0])
     return Multiaddr(f"/ip{6 if ':' in ip else 4}/{ip}/tcp/{port}")
 
@@ -210,12 +220,14 @@ async def _dial_one(host: Any, peer_id: Any, address: Multiaddr) -> None:
 
 def _dial_error(address: Multiaddr, error: BaseException) -> DialError:
     causes = list(_causes(error))
-    for cause in causes:
-        if match := _ANSWERED_AS.search(str(cause)):
-            return DialError(f"{address} answers as {match[1]}", DialProblem.OTHER_PEER, other_peer=match[1])
     with_number = (cause for cause in causes if isinstance(cause, OSError) and cause.errno)
     root = next(with_number, causes[-1])
-    return DialError(f"{address}: {cut(str(root) or repr(root))}", _problem(root))
+    log.debug("dial_failed address=%s error=%s", address, cut(repr(root)))
+    for cause in causes:
+        if match := _ANSWERED_AS.search(str(cause)):
+            return DialError(f"answers as {match[1]}", DialProblem.OTHER_PEER, address=address, other_peer=match[1])
+    problem = _problem(root)
+    return DialError(_reason(problem, root), problem, address=address)
 
 
 def _problem(error: BaseException) -> DialProblem:
@@ -226,8 +238,27 @@ def _problem(error: BaseException) -> DialProblem:
             return DialProblem.UNREACHABLE
         case OSError(errno=errno.ETIMEDOUT):
             return DialProblem.FILTERED
+        case ConnectionError() | ConnectionClosedError() | trio.BrokenResourceError():
+            return DialProblem.HUNG_UP
+        case IncompleteReadError() if "Stream ended" in str(error):  # before a byte of an answer
+            return DialProblem.HUNG_UP
+        case OSError():
+            return DialProblem.LOCAL
         case _:
             return DialProblem.NOT_A_NODE
+
+
+def _reason(problem: DialProblem, error: BaseException) -> str:
+    match problem:
+        case DialProblem.REFUSED:
+            return "refused the connection"
+        case DialProblem.HUNG_UP:
+            return "hung up before the handshake was done"
+        case DialProblem.NOT_A_NODE:
+            return "answers, but not in libp2p's protocol"
+        case _:
+            number = error.errno if isinstance(error, OSError) else None
+            return f"cannot be dialled: {os.strerror(number or 0)}"
 
 
 def _causes(error: BaseException, depth: int = 0) -> Iterator[BaseException]:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import trio
 from google.protobuf.message import DecodeError
+from libp2p.host.exceptions import StreamFailure
 from libp2p.kad_dht.pb.kademlia_pb2 import Message
 from libp2p.peer.envelope import consume_envelope
 from libp2p.peer.peerstore import PeerStoreError
@@ -48,6 +49,10 @@ _MAX_POOL: Final = 512
 
 class RequestError(Exception):
     """Raised when a peer did not answer a request, or answered nonsense."""
+
+
+class ForeignPeer(RequestError):
+    """Raised when a peer does not speak this network's Kademlia."""
 
 
 class RefusedRequest(RequestError):
@@ -103,6 +108,9 @@ class Asker:
             raise RequestError(str(error)) from error
         except RequestError:
             raise
+        except StreamFailure as error:
+            foreign = "not supported" in str(error.__cause__)
+            raise (ForeignPeer if foreign else RequestError)(cut(str(error.__cause__ or error))) from error
         except Exception as error:  # libp2p raises what a peer's bytes bring about: its fault ends its request only
             raise RequestError(cut(repr(error))) from error
         finally:
@@ -237,8 +245,8 @@ class Walk:
     """Ask the peers closest to a key, learning of closer ones from each answer.
 
     `ask` gets a Known and returns the peers it named; it raises RequestError when the peer is of no use. The walk ends
-    when the `width` closest of those that answer have been asked, at MAX_VISITS, or when `enough` says so. A wide walk
-    sees past made-up peers around a key to what lies further away.
+    when the `width` closest of those that answer have been asked, at MAX_VISITS, or when `enough` says so. Only a wide
+    walk sees past made-up peers around a key: a narrow one asks nobody else once they are the closest.
     """
 
     key: bytes
@@ -267,7 +275,7 @@ class Walk:
         for known in found:
             held = self._pool.get(known.peer_id)
             if held is not None:
-                self._pool[known.peer_id] = _merged(held, known)
+                self._pool[known.peer_id] = merged(held, known)
             elif len(self._pool) < _MAX_POOL and self.usable(known):
                 self._pool[known.peer_id] = known
                 self._distance[known.peer_id] = key_of(known.peer_id) ^ self._target
@@ -290,7 +298,7 @@ class Walk:
             batch.cancel()
 
 
-def _merged(one: Known, other: Known) -> Known:
+def merged(one: Known, other: Known) -> Known:
     """What two peers say about a third: neither can hide its addresses by naming wrong ones first."""
     addresses = dict.fromkeys([*one.addresses[:MAX_ADDRESSES], *other.addresses[:MAX_ADDRESSES]])
     return Known(one.peer_id, tuple(addresses)[: 2 * MAX_ADDRESSES], one.record or other.record)

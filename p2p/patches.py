@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import trio
@@ -146,7 +147,7 @@ def return_inbound_slots() -> None:
             return
         ip = str(remote[0]).partition("%")[0]
         try:
-            with guard.handshake(ip):
+            with guard.handshake(ip) as half_open, _noticing(socket, half_open.note):
                 muxed = await self.upgrade_inbound_raw_conn(RawConnection(socket, False), listen_addr)
         except Exception as error:
             log.debug("inbound_refused address=%s error=%s", ip, cut(repr(error)))
@@ -160,6 +161,23 @@ def return_inbound_slots() -> None:
             await muxed.close()
 
     Swarm._do_handle_inbound_connection = serve
+
+
+@contextmanager
+def _noticing(socket: Any, heard: Callable[[], None]) -> Iterator[None]:
+    """Call a function whenever something comes in, for the length of a block."""
+    read = socket.read
+
+    async def read_and_notice(n: int | None = None) -> bytes:
+        data: bytes = await read(n)
+        heard()
+        return data
+
+    socket.read = read_and_notice
+    try:
+        yield
+    finally:
+        del socket.read
 
 
 def know_ipv6_addresses() -> None:

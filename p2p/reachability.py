@@ -23,7 +23,9 @@ from msgspec import Meta
 from multiaddr import Multiaddr
 
 from p2p.addresses import ip_of, is_dialable, remote_ip, with_port
+from p2p.guard import Guard, Pace
 from p2p.host import DialError, build_host, dial, resolved, running
+from p2p.patches import guard_of
 from p2p.text import cut
 from protocol.identity import Identity
 
@@ -156,7 +158,7 @@ class DialBack:
             return f"that is no address: {cut(str(error))[:200]}"
         if ip_of(address) != ip:
             return f"its address is told as {ip_of(address)}, but it comes from {ip}"
-        return await try_to_dial(peer_id, [address])
+        return await try_to_dial(peer_id, [address], guard_of(self._host).dials)
 
 
 def _protocols_of(store: Any, peer_id: Any) -> list[str]:
@@ -166,9 +168,12 @@ def _protocols_of(store: Any, peer_id: Any) -> list[str]:
         return []
 
 
-async def try_to_dial(peer_id: Any, addresses: Sequence[Any]) -> str:
-    """Dial a peer from a host of its own, with a key made for it; empty when its handshake proves it, else why not."""
-    host = build_host(Identity(os.urandom(32)))
+async def try_to_dial(peer_id: Any, addresses: Sequence[Any], dials: Pace) -> str:
+    """Dial a peer from a host of its own, with a key made for it, at the node's pace.
+
+    Empty when its handshake proves it, else why not.
+    """
+    host = build_host(Identity(os.urandom(32)), guard=Guard(dials=dials))
     async with running(host, []):
         try:
             await dial(host, peer_id, addresses, timeout_s=DIAL_TIMEOUT_S)
@@ -177,9 +182,9 @@ async def try_to_dial(peer_id: Any, addresses: Sequence[Any]) -> str:
     return ""
 
 
-async def can_be_dialled(peer_id: Any, addresses: Sequence[Any]) -> bool:
+async def can_be_dialled(peer_id: Any, addresses: Sequence[Any], *, dials: Pace) -> bool:
     """Whether a peer answers at one of its addresses on a connection of its own."""
-    return bool(addresses) and not await try_to_dial(peer_id, addresses)
+    return bool(addresses) and not await try_to_dial(peer_id, addresses, dials)
 
 
 async def _fetch(url: str, ip: str, peer_id: str) -> str:

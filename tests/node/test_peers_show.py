@@ -6,6 +6,7 @@ import pytest
 
 from node.peers_show import describe_discovery, print_discovery
 from protocol.errors import DataDirError
+from protocol.identity import Identity
 
 DISCOVERY = {
     "serves": True,
@@ -50,6 +51,34 @@ def test_what_a_node_knows_is_shown(node, capsys):
     shown = capsys.readouterr().out
     for text in ("reachable: 2 other relays", "connected for 5 s", "2 × garbage", "2.5 s late", "3 s ago"):
         assert text in shown
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_ids_are_whole_however_narrow_the_terminal(node, capsys, monkeypatch, columns):
+    """So that they can be copied; a pipe has 80 columns."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    data_dir, status = node
+    server, bad, me = (str(Identity.from_phrase(name).peer_id) for name in ("server", "bad", "me"))
+    address = "/ip6/2a00:1450:4001:2::1/tcp/8471"
+    peer = {"peer_id": server, "addresses": [address], "connected": False, "silent_s": 3, "failures": 1}
+    misdeed = {"peer_id": bad, "score": 40.0, "misdeeds": {"garbage": 2}, "banned_for_s": 0, "why": ""}
+    status["peer_id"] = me
+    status["details"] = {"discovery": {**DISCOVERY, "peers": [peer], "misdeeds": [misdeed]}}
+    print_discovery(describe_discovery(data_dir))
+    lines = capsys.readouterr().out.splitlines()
+    assert f"relay {me}" in lines
+    assert any(line.startswith(f"{server}  no ") and line.endswith(address) for line in lines)
+    assert any(line.startswith(f"{bad}  40.0 ") and line.endswith("2 × garbage") for line in lines)
+
+
+def test_lone_node_has_no_empty_tables(node, capsys):
+    data_dir, status = node
+    status["details"] = {"discovery": {**DISCOVERY, "peers": [], "misdeeds": []}}
+    print_discovery(describe_discovery(data_dir))
+    shown = capsys.readouterr().out
+    assert "no other DHT server has answered yet" in shown
+    assert "failures" not in shown
+    assert "misbehaved" not in shown
 
 
 def test_control_characters_of_strangers_are_not_printed(node, capsys):

@@ -35,8 +35,8 @@ def page(tmp_path):
         server.shutdown()
 
 
-def shown(status):
-    console = Console(width=200)
+def shown(status, *, width=200):
+    console = Console(width=width)
     with console.capture() as capture:
         console.print(render(status))
     return capture.get()
@@ -54,11 +54,21 @@ def test_a_status_is_fetched_and_shown(page, tmp_path, alice, bob):
         "generating submission 2 of step 4",
         "3 accepted",
         "2 rejected (late)",
-        bob.peer_id.short,
-        "77",
+        f"relay {bob.peer_id}",
+        "http://1.2.3.4:5: 77 bytes in, 0 bytes out, 0 failures",
         "12.5",
     ):
         assert part in text
+
+
+def test_ids_are_whole_on_eighty_columns_and_no_relays_are_no_table(alice, bob):
+    board = StatusBoard(role="inference", peer_id=alice.peer_id, run=f"{bob.peer_id}/demo")
+    assert "bytes" not in shown(board.snapshot(), width=80)
+    board.relay(bob.peer_id, "https://[2a00:1450:4001:2::1]:8470", bytes_in=10**9, failures=3)
+    text = shown(board.snapshot(), width=80)
+    assert str(alice.peer_id) in text
+    assert f"relay {bob.peer_id}" in text
+    assert "1000000000 bytes in" in text
 
 
 def test_a_peers_text_is_neither_markup_nor_terminal_codes(alice):

@@ -48,6 +48,7 @@ class NatWorld:
 
     prefix: str
     names: list[str] = field(default_factory=list)
+    cables: int = 0
 
     def name(self, short: str) -> str:
         return f"{self.prefix}-{short}"
@@ -85,13 +86,15 @@ class NatWorld:
 
     def link(self, one: str, one_address: str, other: str, other_address: str) -> None:
         """A cable between two namespaces."""
-        names = [f"{side[:5]}{len(self.names)}{index}" for index, side in enumerate((one, other))]
+        self.cables += 1
+        names = [f"{side[:5]}{self.cables}{index}" for index, side in enumerate((one, other))]
         _run(
             "ip", "-n", self.name(one), "link", "add", names[0], "type", "veth",
             "peer", "name", names[1], "netns", self.name(other),
         )  # fmt: skip
         for short, device, address in ((one, names[0], one_address), (other, names[1], other_address)):
-            self.ip(short, "address", "add", address, "dev", device)
+            at_once = ["nodad"] if ":" in address else []  # without a second's wait for whoever else may have it
+            self.ip(short, "address", "add", address, "dev", device, *at_once)
             self.ip(short, "link", "set", device, "up")
 
     def router(self, number: int, kind: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,20 @@ async def running_host(
     host = build_host(identity, guard=guard)
     async with running(host, [Multiaddr(at)] if listens else []):
         yield host
+
+
+@asynccontextmanager
+async def hosts_of(identities: Iterable[Identity]) -> AsyncIterator[list[Any]]:
+    """Hosts that listen and all leave at once."""
+
+    async def keep(identity: Identity, *, task_status: trio.TaskStatus[Any]) -> None:
+        async with running_host(identity) as host:
+            task_status.started(host)
+            await trio.sleep_forever()
+
+    async with trio.open_nursery() as nursery:
+        yield [await nursery.start(keep, identity) for identity in identities]
+        nursery.cancel_scope.cancel()
 
 
 def make_dht(host: Any, identity: Identity, *, serve: bool = True, servers: Any = ()) -> RunDHT:

@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import itertools
 import os
@@ -11,7 +12,6 @@ from p2p_world import ALICE, BOB, CAROL, MALLORY, advert, info, make_node, point
 from p2p import bootstrap as bootstrap_module
 from p2p import host as host_module
 from p2p.bootstrap import Bootstraps, read_targets, resolve_txt_by_dns
-from p2p.canary import Canary
 from p2p.guard import MAX_DIALS_PER_S, Pace
 from p2p.host import DialError, DialProblem, dial, to_libp2p
 from protocol.errors import BootstrapError
@@ -156,17 +156,29 @@ async def test_each_way_to_fail_has_its_own_words(monkeypatch):
                 patch.setattr(host_module, "_dial_one", unreachable)
                 found["unreachable"] = await problem_of(alice, "/ip6/2a00:1450::1/tcp/4001")
 
+            async def unable(*args):
+                await trio.lowlevel.checkpoint()
+                raise OSError(errno.EMFILE, "Too many open files")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(host_module, "_dial_one", unable)
+                found["local"] = await problem_of(alice, "/ip4/127.0.0.1/tcp/4001")
+
             async def web(stream):
-                with trio.move_on_after(2):
-                    await stream.receive_some(10)
-                    await stream.send_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                await stream.receive_some(1000)
+                await stream.send_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                await stream.aclose()
+
+            async def full(stream):
+                await stream.receive_some(1000)
                 await stream.aclose()
 
             async with trio.open_nursery() as nursery:
-                [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
-                nursery.start_soon(trio.serve_listeners, web, [listener])
-                port = listener.socket.getsockname()[1]
-                found["not a node"] = await problem_of(alice, f"/ip4/127.0.0.1/tcp/{port}")
+                for name, serve in (("not a node", web), ("hung up", full)):
+                    [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
+                    nursery.start_soon(trio.serve_listeners, serve, [listener])
+                    port = listener.socket.getsockname()[1]
+                    found[name] = await problem_of(alice, f"/ip4/127.0.0.1/tcp/{port}")
                 nursery.cancel_scope.cancel()
     assert {name: problem for name, (problem, _) in found.items()} == {
         "refused": DialProblem.REFUSED,
@@ -174,8 +186,13 @@ async def test_each_way_to_fail_has_its_own_words(monkeypatch):
         "other": DialProblem.OTHER_PEER,
         "name": DialProblem.NAME,
         "unreachable": DialProblem.UNREACHABLE,
+        "local": DialProblem.LOCAL,
         "not a node": DialProblem.NOT_A_NODE,
+        "hung up": DialProblem.HUNG_UP,
     }
+    for _, text in found.values():
+        assert text.count("/tcp/") == 1
+        assert not any(raw in text for raw in ("msg_bytes", "Errno", "varint", "Incomplete"))
     assert len({problem.value for problem, _ in found.values()}) == len(found)
     assert "relay.example" in found["name"][1]
 
@@ -231,8 +248,8 @@ async def test_entries_are_tried_side_by_side(autojump_clock):
 
 async def test_two_halves_become_one_table(tmp_path, monkeypatch):
     """Two groups that were bootstrapped apart meet when one node knows both."""
-    monkeypatch.setattr("p2p.discovery._MERGE_PAUSE_S", 0.5)
-    monkeypatch.setattr("p2p.discovery._ADOPT_S", 0.5)
+    monkeypatch.setattr("p2p.discovery._MERGE_PAUSE_S", 0.3)
+    monkeypatch.setattr("p2p.discovery._ADOPT_S", 0.2)
     names = ["left one", "left two", "left three", "right one", "right two", "right three"]
     people = [Identity.from_phrase(name) for name in names]
     with trio.fail_after(60):
@@ -282,19 +299,48 @@ async def test_poisoned_bootstrap_does_not_hide_the_run(tmp_path):
                 assert [each.author for each in await client.find_relays()] == [BOB.peer_id]
 
 
-async def test_canary_counts_a_loop_that_stood_still(caplog):
-    canary = Canary()
-    canary.note(0.3)
-    canary.note(1.5)
-    assert (canary.worst_s, canary.lags) == (1.5, 1)
-    assert "loop_lag seconds=1.5" in caplog.text
+async def test_bootstrap_state_says_an_address_once_and_no_bytes_of_a_stranger(tmp_path):
+    """Attack: answer at a bootstrap address with a web page, and have it shown to whoever looks at the node."""
+
+    async def web(stream):
+        await stream.receive_some(1000)
+        await stream.send_all(b"HTTP/1.1 400 \x1b[31mBad\r\n\r\n" + b"x" * 3000)
+        await stream.send_eof()
+        with contextlib.suppress(trio.BrokenResourceError):
+            await stream.receive_some(1000)
+        await stream.aclose()
+
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
+            nursery.start_soon(trio.serve_listeners, web, [listener])
+            address = f"/ip4/127.0.0.1/tcp/{listener.socket.getsockname()[1]}"
+            node = make_node(CAROL, tmp_path, bootstrap=[f"{address}/p2p/{BOB.peer_id}"])
+            async with running_nodes(node):
+                await until(lambda: "try 1" in node.bootstrap_state and "not tried" not in node.bootstrap_state)
+                await until(lambda: "no answer yet" not in node.bootstrap_state)
+                state = node.bootstrap_state
+            nursery.cancel_scope.cancel()
+    assert state.count(address) == 1
+    assert "answers, but not in libp2p's protocol" in state
+    assert DialProblem.NOT_A_NODE.value in state
+    assert "HTTP/1.1" not in state
 
 
-async def test_canary_sings(autojump_clock):
-    canary = Canary()
-    with trio.move_on_after(10):
-        await canary.run()
-    assert canary.lags == 0
+async def test_bootstrap_that_is_being_dialled_says_so():
+    made, held = Bootstraps([BOBS], own=ALICE.peer_id), trio.Event()
+
+    async def attempt(peer_id, address):
+        held.set()
+        await trio.sleep_forever()
+
+    with trio.fail_after(5):
+        async with trio.open_nursery() as nursery:
+            assert "not tried yet" in made.describe()[0]
+            nursery.start_soon(made.run, attempt, None)
+            await held.wait()
+            assert "no answer yet (try 1" in made.describe()[0]
+            nursery.cancel_scope.cancel()
 
 
 async def test_dials_are_paced(autojump_clock):

@@ -1,12 +1,16 @@
 """`intellect-node dht` against a relay and a trainer."""
 
+import socket
+from functools import partial
+
 import pytest
 import trio
 from p2p_world import ALICE, BOB, RUN, advert, make_node, pointer, running_nodes
+from trio.testing import MockClock
 
 from node.dht_show import find_run, get_record, print_record, print_run
 from p2p.peers import PeerBook, RememberedPeer
-from protocol.errors import BootstrapError, ConfigError
+from protocol.errors import BootstrapError, ConfigError, NodeError
 
 
 async def asked(tmp_path, ask):
@@ -57,6 +61,40 @@ async def test_record_that_nobody_has(tmp_path, capsys):
     )
     print_record(found)
     assert "nothing found" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ask", [find_run, partial(get_record, key="run")])
+def test_all_of_it_ends_in_time(tmp_path, monkeypatch, ask):
+    """Attack: a bootstrap peer that takes the connection and says nothing. On a clock of its own: no second passes."""
+    clock = MockClock(autojump_threshold=0)
+    monkeypatch.setattr("node.dht_show.trio.run", partial(trio.run, clock=clock))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        entry = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{BOB.peer_id}"
+        with pytest.raises(BootstrapError, match="no answer yet"):
+            ask(tmp_path, run=str(RUN), bootstrap=[entry], timeout_s=4)
+    assert clock.current_time() <= 4 + 0.5
+
+
+def test_status_that_hangs_takes_a_part_of_the_time(tmp_path, monkeypatch):
+    """Attack: a status page of this computer that never answers."""
+    asked = []
+
+    def hang(data_dir, *, timeout_s):
+        asked.append(timeout_s)
+        raise NodeError("it does not answer")
+
+    monkeypatch.setattr("node.dht_show.fetch_status", hang)
+    with pytest.raises(ConfigError, match="it does not answer"):
+        find_run(tmp_path, run=None, bootstrap=[], timeout_s=4)
+    assert asked == [2]
+
+
+async def test_key_that_is_none_is_refused(tmp_path):
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await asked(
+            tmp_path, lambda addresses: get_record(tmp_path, "/pk/x", run=str(RUN), bootstrap=addresses, timeout_s=5)
+        )
+    assert "not a key" in str(caught.value.exceptions)
 
 
 def test_nobody_to_ask_is_said(tmp_path):

@@ -1,16 +1,50 @@
+import contextlib
 import socket
+import time
+from collections import Counter
 
 import pytest
 import trio
-from p2p_world import ALICE, BOB, CAROL, LOOPBACK, MALLORY, RUN, advert, make_node, pointer, running_nodes, until
+from libp2p.peer.peerinfo import info_from_p2p_addr
+from multiaddr import Multiaddr
+from p2p_world import (
+    ALICE,
+    BOB,
+    CAROL,
+    LOOPBACK,
+    MALLORY,
+    RUN,
+    advert,
+    make_node,
+    now_ms,
+    pointer,
+    running_host,
+    running_nodes,
+    until,
+    works,
+)
 
-from p2p.discovery import P2PNode
+from p2p.dht import RunDHT
+from p2p.dht_records import relay_key
+from p2p.discovery import REPUBLISH_S, VALIDITY_S, P2PNode
+from p2p.host import DialProblem, to_libp2p
+from p2p.kad_message import KAD_PROTOCOL
 from p2p.peers import MAX_PEERS, PeerBook, RememberedPeer
+from p2p.scores import Misdeed
 from protocol.errors import BootstrapError, ConfigError, PortError
 from protocol.identity import Identity
 from protocol.run import RunAddress
 
 DAVE = Identity.from_phrase("dave")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """The pauses of a node that has time, cut short: what happens does not depend on them."""
+    monkeypatch.setattr("p2p.discovery._ADOPT_S", 0.1)
+    monkeypatch.setattr("p2p.discovery._SETTLE_S", 0.2)
+    monkeypatch.setattr("p2p.discovery._FIRST_REFRESH_S", 0.5)
+    monkeypatch.setattr("p2p.bootstrap.FIRST_RETRY_S", 0.2)
 
 
 def adverts_of(identity):
@@ -148,6 +182,144 @@ async def test_sequences_rise_also_across_restarts(tmp_path):
     assert len(sequences) == 4
 
 
+async def test_what_is_published_is_signed_anew_before_it_ends(tmp_path, monkeypatch):
+    """Turn after turn, also when nobody comes or goes: servers then hold a higher sequence that ends later."""
+    monkeypatch.setattr("p2p.discovery.REPUBLISH_S", 0.2)
+    made = []
+
+    def make(sequence):
+        made.append(sequence)
+        return advert(sequence)
+
+    bob = make_node(BOB, tmp_path, serves=True)
+    with trio.fail_after(40):
+        async with running_nodes(bob):
+            carol = make_node(CAROL, tmp_path, serves=True, bootstrap=bob.multiaddrs)
+            async with running_nodes(carol):
+                await until(lambda: carol.dht_peers == bob.dht_peers == 1)
+                await bob.publish_advert(make)
+                dht = carol._running_dht()
+                key = relay_key(RUN, BOB.peer_id)
+
+                def held():
+                    record = dht._values.get(key.encode())
+                    return dht.validator.open(key, record.value).record if record else None
+
+                await until(held)
+                first, announced = held(), dht.server.answered["ADD_PROVIDER"]
+                await until(lambda: len(made) > 4 and held().sequence > made[3])
+                assert held().valid_until_ms > first.valid_until_ms
+                assert dht.server.answered["ADD_PROVIDER"] >= announced + 3
+    assert made == sorted(set(made))
+    assert 4 * 1.2 * REPUBLISH_S < VALIDITY_S  # four turns may fail, at the longest jitter
+
+
+async def test_record_from_a_wrong_clock_names_the_clock(tmp_path, caplog):
+    """A trainer whose clock is ten minutes ahead: its servers refuse what it puts, and it is told why that may be."""
+    bob = make_node(BOB, tmp_path, serves=True)
+    with trio.fail_after(30):
+        async with running_nodes(bob):
+            trainer = P2PNode(
+                ALICE,
+                listen=[],
+                announce=[],
+                bootstrap=bob.multiaddrs,
+                dht_server=False,
+                run_address=RUN,
+                data_dir=tmp_path / "alice",
+                clock=lambda: time.time() + 600,
+            )
+            async with running_nodes(trainer):
+                await until(lambda: trainer.dht_peers)
+                with trio.move_on_after(10) as waiting:
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(trainer.publish_run, lambda number: pointer(number, **ahead(600)))
+                        await until(lambda: "compare_this_clock:_timedatectl" in caplog.text)
+                        nursery.cancel_scope.cancel()
+                assert not waiting.cancelled_caught
+                assert bob._running_dht().stored_values == 0
+
+
+def ahead(seconds):
+    return {"issued_at_ms": now_ms() + seconds * 1000, "valid_until_ms": now_ms() + 2 * seconds * 1000}
+
+
+async def send_garbage(host, peer_id):
+    with contextlib.suppress(Exception):  # the node hangs up at some point
+        stream = await host.new_stream(peer_id, [KAD_PROTOCOL])
+        await stream.write(b"\xff" * 64)
+        await stream.read(1)
+
+
+async def test_bans_of_a_node_outlive_it(tmp_path):
+    """Attack: send garbage to a relay until it hangs up, and come back after it has been started again."""
+    with trio.fail_after(30):
+        bob = make_node(BOB, tmp_path, serves=True)
+        async with running_nodes(bob), running_host(MALLORY, listens=False) as mallory:
+            there = info_from_p2p_addr(Multiaddr(bob.multiaddrs[0]))
+            await mallory.connect(there)
+            while not bob.scores.is_banned(MALLORY.peer_id):
+                await send_garbage(mallory, there.peer_id)
+            await until((tmp_path / BOB.peer_id.short / "bans.json").exists)
+            await until(lambda: not mallory.get_connected_peers())
+        bob = make_node(BOB, tmp_path, serves=True)
+        async with running_nodes(bob), running_host(MALLORY, listens=False) as mallory:
+            await mallory.connect(info_from_p2p_addr(Multiaddr(bob.multiaddrs[0])))
+            await until(lambda: not mallory.get_connected_peers())
+            async with running_host(CAROL, listens=False) as carol:
+                assert await works(bob._host, carol)
+
+
+async def test_bootstrap_peers_that_are_of_no_use_are_named(tmp_path):
+    """One has banned this node and drops it after the handshake; one is a libp2p host, but of another network."""
+    bob = make_node(BOB, tmp_path, serves=True)
+    for _ in range(2):
+        bob.scores.blame(CAROL.peer_id, Misdeed.WINDOW)
+    with trio.fail_after(30):
+        async with running_nodes(bob), running_host(MALLORY) as foreign:
+            entries = [*bob.multiaddrs, str(foreign.get_addrs()[0])]
+            client = make_node(CAROL, tmp_path, bootstrap=entries)
+            async with running_nodes(client):
+                await until(lambda: "took the connection and does not answer" in client.bootstrap_state)
+                await until(lambda: "is no DHT server of this network" in client.bootstrap_state)
+                assert "0 of 2 bootstrap peers connected" in client.bootstrap_state
+                assert DialProblem.HUNG_UP.value in client.bootstrap_state
+
+
+async def test_a_node_looks_around_now_and_then(tmp_path, monkeypatch):
+    """Also when nobody comes or goes: what is past its time goes, the silent are asked, the table is filled up."""
+    called = Counter()
+
+    def counting(name, original):
+        async def call(self, *args):
+            called[name] += 1
+            return await original(self, *args)
+
+        return call
+
+    for name in ("expire", "check_silent", "join"):
+        monkeypatch.setattr(RunDHT, name, counting(name, getattr(RunDHT, name)))
+    monkeypatch.setattr("p2p.discovery._REFRESH_S", 0.2)
+    with trio.fail_after(20):
+        async with running_nodes(make_node(BOB, tmp_path, serves=True)):
+            await until(lambda: len(called) == 3 and min(called.values()) >= 2)
+
+
+async def test_a_node_watches_its_loop(tmp_path):
+    node, watched = make_node(ALICE, tmp_path), trio.Event()
+
+    async def watch():
+        watched.set()
+        await trio.sleep_forever()
+
+    node.canary.run = watch
+    with trio.fail_after(10):
+        async with running_nodes(node):
+            await watched.wait()
+    node.canary.note(2.5)
+    assert node.describe()["worst_lag_s"] == 2.5
+
+
 async def test_refused_record_is_not_published(tmp_path):
     """A record that this node has no right to publish is refused before it leaves."""
     bob = make_node(BOB, tmp_path, serves=True)
@@ -178,9 +350,12 @@ async def test_bootstrap_peer_that_comes_later_is_used(tmp_path):
             await until(lambda: "try 1" in client.bootstrap_state)
             assert "0 of 1 bootstrap peers connected" in client.bootstrap_state
             assert f"/ip4/127.0.0.1/tcp/{port}" in client.bootstrap_state
+            asker, other = client._running_dht().asker, to_libp2p(DAVE.peer_id)
+            asker._pause(other)  # while this node was cut off, everyone seemed dead
             async with running_nodes(relay_at(port, BOB, tmp_path)):
                 await until(lambda: "1 of 1 bootstrap peers connected" in client.bootstrap_state)
                 await until(lambda: client.dht_peers == 1)
+                assert not asker.is_paused(other)
 
 
 async def test_bootstrap_peer_with_another_id_is_named(tmp_path):

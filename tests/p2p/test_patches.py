@@ -22,10 +22,12 @@ from p2p_world import ALICE, BOB, CAROL, MALLORY, info, port_of, request, runnin
 
 from p2p import guard, patches
 from p2p.kad import RequestError
+from p2p.patches import guard_of
 from p2p.text import MAX_LOG_CHARACTERS
 from protocol.errors import ConfigError
 
 MIB = 1024 * 1024
+HELLO = b"\x13/multistream/1.0.0\n"
 
 
 def test_another_release_is_refused():
@@ -121,19 +123,46 @@ async def test_inbound_slots_are_given_back():
                     await until(lambda: not limiter.borrowed_tokens)
 
 
-async def test_idle_sockets_do_not_shut_others_out():
-    """Attack: open TCP connections, say nothing, and hold every inbound slot until the handshakes time out."""
+@pytest.mark.parametrize("said", [b"", HELLO], ids=["nothing", "hello"])
+async def test_idle_sockets_do_not_shut_others_out(said, monkeypatch):
+    """Attack: from the honest peer's own address, hold every socket that has not proved who it is, and fall silent."""
+    monkeypatch.setattr(guard, "MAX_SILENCE_S", 0.25)
+    ended = []
+
+    async def hold(stream):
+        async with stream:
+            await stream.send_all(said)
+            while await stream.receive_some():
+                pass
+            ended.append(stream)
+
     with trio.fail_after(30):
-        async with running_host(ALICE) as alice:
+        async with running_host(ALICE) as alice, trio.open_nursery() as nursery:
             limiter = alice.get_network()._inbound_limiter
             limiter.total_tokens = guard.MAX_HALF_OPEN_PER_ADDRESS + 8
-            idle = [await trio.open_tcp_stream("127.0.0.1", port_of(alice)) for _ in range(60)]
-            await until(lambda: limiter.borrowed_tokens == guard.MAX_HALF_OPEN_PER_ADDRESS)
-            for stream in idle:
-                await stream.aclose()
-            await until(lambda: not limiter.borrowed_tokens)
+            for _ in range(60):
+                nursery.start_soon(hold, await trio.open_tcp_stream("127.0.0.1", port_of(alice)))
+            await until(lambda: len(ended) == 60 - guard.MAX_HALF_OPEN_PER_ADDRESS)  # they were too quick for the rest
+            half_open = guard_of(alice)._half_open
+            await until(lambda: len(half_open) == sum(each.silent_s() > 0 for each in half_open))
             async with running_host(BOB, listens=False) as bob:
                 assert await works(alice, bob)
+            nursery.cancel_scope.cancel()
+
+
+async def test_handshakes_under_way_do_not_make_room(autojump_clock):
+    """A crowd that comes back at once from one address: those who began are let through, the others try again."""
+    door = guard.Guard()
+    with contextlib.ExitStack() as stack:
+        first = [stack.enter_context(door.handshake("203.0.113.1")) for _ in range(guard.MAX_HALF_OPEN_PER_ADDRESS)]
+        await trio.sleep(guard.MAX_SILENCE_S)
+        for each in first:
+            each.note()
+        with pytest.raises(guard.Refused), door.handshake("203.0.113.1"):
+            pass
+        with door.handshake("203.0.113.2"):
+            pass
+        assert not any(each.scope.cancel_called for each in first)
 
 
 async def test_negotiation_message_does_not_fill_memory():

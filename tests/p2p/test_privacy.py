@@ -3,6 +3,8 @@
 Relays listen on 127.0.0.2 and 127.0.0.3; contributors connect from 127.0.0.1, which therefore must be nowhere.
 """
 
+import logging
+
 import msgspec
 import trio
 from libp2p.kad_dht.pb.kademlia_pb2 import Message
@@ -49,8 +51,12 @@ def questions():
     yield Message(type=kinds.GET_VALUE, key=relay_key(RUN, BOB.peer_id).encode())
 
 
-async def test_a_contributors_address_is_in_no_answer_and_no_file(tmp_path):
-    """A contributor and a trainer take part; then all that servers hold and tell is looked through."""
+async def test_a_contributors_address_is_in_no_answer_and_no_file(tmp_path, monkeypatch, caplog):
+    """A contributor and a trainer take part; then all that servers hold, tell and log is looked through."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("p2p.discovery._ADOPT_S", 0.2)
+    monkeypatch.setattr("p2p.discovery._SETTLE_S", 0.2)
+    monkeypatch.setattr("p2p.discovery._FIRST_REFRESH_S", 0.5)
     first = node(BOB, tmp_path, listen="127.0.0.2")
     with trio.fail_after(40):
         async with running_nodes(first) as nursery:
@@ -93,7 +99,8 @@ async def test_a_contributors_address_is_in_no_answer_and_no_file(tmp_path):
     assert len(stores) >= 3
     assert any(answer.closerPeers for answer in answers)
     files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
-    assert all(map(is_silent_about_contributors, [*captured, *files]))
+    assert "published key=" in caplog.text
+    assert all(map(is_silent_about_contributors, [*captured, *files, caplog.text.encode()]))
     names = {bytes(each.id) for answer in answers for each in (*answer.closerPeers, *answer.providerPeers)}
     assert names == {to_libp2p(peer.peer_id).to_bytes() for peer in (BOB, DAVE)}
 

@@ -6,6 +6,7 @@ from p2p_world import ALICE, BOB, CAROL, MALLORY, advert, info, make_node, runni
 
 from p2p import reachability
 from p2p.discovery import P2PNode
+from p2p.guard import Guard, Pace
 from p2p.reachability import (
     PROTOCOL,
     DialBack,
@@ -142,12 +143,34 @@ async def test_ipv6_peers_are_known_by_their_address():
             assert finding == Finding(seen_as="::1")
 
 
+class Counting(Pace):
+    taken = 0
+
+    async def wait(self):
+        self.taken += 1
+        await super().wait()
+
+
 async def test_only_what_answers_can_be_dialled():
+    pace = Counting()
     with trio.fail_after(20):
         async with running_host(ALICE) as alice:
-            assert await can_be_dialled(alice.get_id(), alice.get_transport_addrs())
-            assert not await can_be_dialled(alice.get_id(), [])
-        assert not await can_be_dialled(alice.get_id(), [info(alice).addrs[0]] if info(alice).addrs else [])
+            addresses = alice.get_transport_addrs()
+            assert await can_be_dialled(alice.get_id(), addresses, dials=pace)
+            assert not await can_be_dialled(alice.get_id(), [], dials=pace)
+        assert not await can_be_dialled(alice.get_id(), addresses, dials=pace)
+    assert pace.taken == 2
+
+
+async def test_dialling_back_keeps_the_nodes_pace():
+    """Attack: many peers, each of which asks once to be dialled back. The dialling host is new each time."""
+    pace = Counting()
+    with trio.fail_after(20):
+        async with running_host(BOB, guard=Guard(dials=pace)) as bob:
+            for person in (ALICE, CAROL):
+                async with running_host(person) as asker:
+                    await ask(asker, bob, Question(HERE))
+    assert pace.taken == 2
 
 
 async def test_relays_check_one_another(tmp_path, monkeypatch):
