@@ -20,10 +20,11 @@ import torch
 from safetensors.torch import save_file
 
 from bench.harness import Result
-from node.engines import torch_engine
+from node.engines import draws
 from node.engines.base import Generation, GenerationRequest, SamplingParams
 from node.engines.model_config import read_config
-from node.engines.torch_engine import ProofRecorder, TorchEngine
+from node.engines.proofs import ProofRecorder
+from node.engines.torch_engine import TorchEngine
 from node.engines.weights import expected_tensors
 from node.run_create import model_directory, model_spec
 from protocol.toploc import backend
@@ -138,7 +139,7 @@ def _measure(result: Result, prefix: str, job: Job, *, pairs: int) -> None:
 
 
 def _generate(engine: TorchEngine, job: Job, sampling: SamplingParams) -> Cost:
-    with _timed(ProofRecorder, "add") as proofs, _timed(torch_engine, "gumbel_rows") as noise:
+    with _timed(ProofRecorder, "add") as proofs, _timed(draws, "gumbel_rows") as noise:
         began = time.process_time()
         answers: Sequence[Generation] = engine.generate(job.requests, sampling)
         total_s = time.process_time() - began

@@ -12,7 +12,7 @@ from typing import Final
 
 from node.run_show import load_run
 from node.swarm import remembered_manifest
-from p2p.shardcast.store import MANIFEST as MANIFEST_FILE
+from p2p.shardcast.entries import MANIFEST as MANIFEST_FILE
 from protocol.envelope import Signed, open_envelope
 from protocol.errors import ConfigError, DataDirError, ProtocolError
 from protocol.records import CheckpointManifest, Manifest

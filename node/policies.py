@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,11 +41,23 @@ class Policies:
         self._lock = trio.Lock()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Keep the newest checkpoint that is announced or that the head names, for ever."""
+        """Keep the newest checkpoint that is announced or that the head names, for ever.
+
+        Started when the newest one of an earlier process is sound, or gone; the older ones are looked at meanwhile.
+        """
+        held = [checkpoint for _, checkpoint in reversed(self._store.complete())]
+        sound = False
+        while held and not sound:
+            sound = await self._store.verify(held.pop(0))
         task_status.started()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._client.follow, self._hold)
+            nursery.start_soon(self._verify, held)
             await self._follow_head()
+
+    async def _verify(self, checkpoints: Sequence[bytes]) -> None:
+        for checkpoint in checkpoints:
+            await self._store.verify(checkpoint)
 
     async def _follow_head(self) -> None:
         sequence = 0

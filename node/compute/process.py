@@ -67,6 +67,11 @@ class ComputeProcess:
         self._turn = trio.Lock()
         self._next_id = 1
 
+    @property
+    def died_of_memory(self) -> bool:
+        """Whether the child of the latest ComputeCrashed ran out of memory, or was killed as the kernel does then."""
+        return self.crash_exit in (EXIT_OUT_OF_MEMORY, -signal.SIGKILL)
+
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Keep a child running until cancelled; then it is killed, with whatever it started."""
         task_status.started()
@@ -320,7 +325,7 @@ def _wait_unreaped(pid: int) -> None:
 
 def _child_environment(threads: int, extra: Mapping[str, str]) -> dict[str, str]:
     """The node's environment without its settings (a compute process needs no secret), with its import path."""
-    env = {name: value for name, value in os.environ.items() if not name.upper().startswith("INTELLECT_")}
+    env = {name: value for name, value in os.environ.items() if not name.upper().startswith("INTELLECT_NODE_")}
     env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     env["PYTHONUNBUFFERED"] = "1"
     if threads:

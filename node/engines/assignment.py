@@ -7,14 +7,19 @@ fields. Leaves out the answers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
 
 from environments.base import Environment, Task
-from environments.registry import get_environment
+from environments.registry import open_environment
 from node.engines.base import SamplingParams
+from node.engines.model_check import check_model
+from node.engines.pools import task_seed
 from node.engines.tokenizer import Tokenizer
-from protocol.errors import ModelError
+from protocol.lengths import length_penalty, length_target
 from protocol.prompts import prompts_digest
-from protocol.records import Manifest
+from protocol.records import EnvironmentSpec, LengthSpec, Manifest
 from protocol.seeds import prompt_seed, rollout_seed
 
 
@@ -24,6 +29,8 @@ class Assignment:
 
     task: Task
     prompt_ids: list[int]
+    length_target: int | None = None
+    """Output tokens that the prompt asks for, where the run asks for any."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,17 @@ class Work:
     environment: Environment
     assignments: list[Assignment]
     group_size: int
+    length: LengthSpec | None = None
+    """How answers of another length than asked for lose reward."""
+    tokenizer: Tokenizer | None = None
+    """What replies to turns are encoded with; needed only where the environment has several."""
+
+    def length_penalty(self, prompt_index: int, tokens: int) -> float:
+        """What an answer of so many output tokens to a prompt loses of its task's reward."""
+        target = self.assignments[prompt_index].length_target
+        if self.length is None or target is None:
+            return 0.0
+        return length_penalty(self.length, target=target, tokens=tokens)
 
     @property
     def prompts_digest(self) -> bytes:
@@ -46,17 +64,45 @@ class Work:
         return rollout_seed(self.seed, prompt_index, member)
 
 
-def derive_work(manifest: Manifest, tokenizer: Tokenizer, *, seed: bytes) -> Work:
-    """The prompts of a submission. Raises EnvironmentUnknown, or ModelError for another tokenizer than the run's."""
-    if tokenizer.sha256 != manifest.model.tokenizer:
-        raise ModelError(
-            "the checkpoint's tokenizer.json is not the one that the run's manifest names",
-            hint="remove the checkpoint from the data directory and let the node fetch it again",
-        )
-    environment = get_environment(manifest.environment.name, digest=manifest.environment.digest)
-    tasks = [environment.task(prompt_seed(seed, index)) for index in range(manifest.rollout.prompts_per_submission)]
-    assignments = [Assignment(task, tokenizer.encode_messages(task.prompt)) for task in tasks]
-    return Work(seed, environment, assignments, manifest.rollout.group_size)
+def derive_work(manifest: Manifest, tokenizer: Tokenizer, *, seed: bytes, step: int | None = None) -> Work:
+    """The prompts of a submission for a step; without one, from the whole environment whatever pools the run has.
+
+    Raises EnvironmentUnknown, or ModelError for another tokenizer or pool than the run's.
+    """
+    check_model(tokenizer.directory, manifest.model, tokenizer_sha256=tokenizer.sha256)
+    environment = held_environment(manifest.environment, tokenizer.directory)
+    prompts = [prompt_seed(seed, index) for index in range(manifest.rollout.prompts_per_submission)]
+    assignments = [_assignment(manifest, tokenizer, environment, prompt=prompt, step=step) for prompt in prompts]
+    return Work(seed, environment, assignments, manifest.rollout.group_size, manifest.rollout.length, tokenizer)
+
+
+def _assignment(
+    manifest: Manifest, tokenizer: Tokenizer, environment: Environment, *, prompt: bytes, step: int | None
+) -> Assignment:
+    drawn = prompt if step is None else task_seed(manifest.environment, tokenizer.directory, prompt=prompt, step=step)
+    task, target = environment.task(drawn), None
+    if manifest.rollout.length is not None:
+        target = length_target(manifest.rollout.length, prompt)
+        task = environment.with_length_target(task, target)
+    return Assignment(task, prompt_ids(task, tokenizer), target)
+
+
+def prompt_ids(task: Task, tokenizer: Tokenizer) -> list[int]:
+    """A task's prompt as token ids: through the chat template unless it is a text to be continued."""
+    return tokenizer.encode(task.text) if task.plain else tokenizer.encode_messages(task.prompt)
+
+
+_held: dict[bytes, Environment] = {}
+
+
+def held_environment(spec: EnvironmentSpec, policy_dir: Path) -> Environment:
+    """The environment of a manifest, opened once in a process: it may hold worker processes and a data set."""
+    key = msgspec.msgpack.encode(spec)
+    for held in [other for other in _held if other != key]:
+        _held.pop(held).close()
+    if key not in _held:
+        _held[key] = open_environment(spec, policy_dir)
+    return _held[key]
 
 
 def sampling_params(manifest: Manifest) -> SamplingParams:

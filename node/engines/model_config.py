@@ -7,7 +7,7 @@ architecture, a rope scaling or an activation that it does not have, sliding win
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -17,6 +17,7 @@ from protocol.errors import ModelError
 SUPPORTED: Final = ("llama", "qwen2", "qwen3")
 MAX_CONFIG_BYTES: Final = 1 << 20
 
+T = TypeVar("T")
 _Size = Annotated[int, Meta(ge=1, le=1 << 22)]
 _Factor = Annotated[float, Meta(gt=0, le=1e9)]
 
@@ -44,6 +45,10 @@ class _OldScaling(Struct, frozen=True, kw_only=True):
     original_max_position_embeddings: _Size = 8192
 
 
+class _TypeOnly(Struct, frozen=True):
+    model_type: str
+
+
 class _ConfigFile(Struct, frozen=True, kw_only=True):
     model_type: str
     vocab_size: _Size
@@ -64,6 +69,10 @@ class _ConfigFile(Struct, frozen=True, kw_only=True):
     rope_parameters: RopeConfig | None = None
     rope_scaling: _OldScaling | None = None
     quantization_config: dict[str, Any] | None = None
+
+
+class UnsupportedArchitecture(ModelError):
+    """Raised when the built-in decoder does not have what a model asks for."""
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
@@ -92,7 +101,9 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
 def read_config(model_dir: Path) -> ModelConfig:
     """Read and check `model_dir`/config.json. Raises ModelError naming what is missing or unsupported."""
     path = model_dir / "config.json"
-    raw = _decode(path, _read_bounded(path))
+    data = _read_bounded(path)
+    _refuse_other_types(path, data)
+    raw = _decode(path, data, _ConfigFile)
     _refuse_unsupported(path, raw)
     qwen2, qwen3 = raw.model_type == "qwen2", raw.model_type == "qwen3"
     config = ModelConfig(
@@ -131,18 +142,25 @@ def _read_bounded(path: Path) -> bytes:
     return data
 
 
-def _decode(path: Path, data: bytes) -> _ConfigFile:
+def _decode(path: Path, data: bytes, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(data, type=_ConfigFile)
+        return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{path} cannot be used: {str(error)[:200]}") from error
 
 
+def _refuse_other_types(path: Path, data: bytes) -> None:
+    """First of all, for the fields of other architectures have other names."""
+    model_type = _decode(path, data, _TypeOnly).model_type
+    if model_type not in SUPPORTED:
+        raise UnsupportedArchitecture(
+            f"{path} asks for architecture {model_type[:40]!r}; the built-in engine has {', '.join(SUPPORTED)}"
+        )
+
+
 def _refuse_unsupported(path: Path, raw: _ConfigFile) -> None:
     reason = ""
-    if raw.model_type not in SUPPORTED:
-        reason = f"architecture {raw.model_type[:40]!r}; the built-in engine has {', '.join(SUPPORTED)}"
-    elif raw.hidden_act != "silu":
+    if raw.hidden_act != "silu":
         reason = f"activation {raw.hidden_act[:40]!r}; the built-in engine has silu"
     elif raw.use_sliding_window:
         reason = "sliding-window attention, which the built-in engine does not have"
@@ -151,13 +169,13 @@ def _refuse_unsupported(path: Path, raw: _ConfigFile) -> None:
     elif raw.rope_parameters is not None and raw.rope_parameters.partial_rotary_factor != 1.0:
         reason = "partial rotary embeddings, which the built-in engine does not have"
     if reason:
-        raise ModelError(f"{path} asks for {reason}")
+        raise UnsupportedArchitecture(f"{path} asks for {reason}")
 
 
 def _rope(raw: _ConfigFile) -> RopeConfig:
     rope = raw.rope_parameters or _old_rope(raw)
     if rope.rope_type not in ("default", "llama3"):
-        raise ModelError(
+        raise UnsupportedArchitecture(
             f"the model asks for rope scaling {rope.rope_type[:40]!r}; the built-in engine has 'default' and 'llama3'"
         )
     if rope.rope_type == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:

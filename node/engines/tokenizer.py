@@ -19,6 +19,8 @@ from protocol.errors import ModelError
 
 MAX_TOKENIZER_BYTES: Final = 64 << 20
 MAX_TEMPLATE_BYTES: Final = 1 << 20
+_TURN_MARK: Final = "zq7turn"
+"""Stands for an assistant's turn where what follows one is asked of the template."""
 
 
 class _TokenizerSettings(msgspec.Struct, frozen=True):
@@ -31,6 +33,7 @@ class Tokenizer:
     """The tokenizer of one model directory. Raises ModelError where there is none that works."""
 
     def __init__(self, model_dir: Path) -> None:
+        self.directory = model_dir
         path = model_dir / "tokenizer.json"
         data = _read(path, max_bytes=MAX_TOKENIZER_BYTES)
         self.sha256 = hashlib.sha256(data).digest()
@@ -53,6 +56,33 @@ class Tokenizer:
             return self.encode("".join(message["content"] for message in messages))
         text = _render(self._template, messages, self._settings)
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_reply(self, text: str, *, plain: bool, ended_by: int) -> list[int]:
+        """What follows a turn that the token `ended_by` ended: a reply to it, and the beginning of the next turn.
+
+        Through the chat template, as another user's message; a plain text, or one for a model without a template, is
+        only the text. Raises ModelError for a template that changes what came before.
+        """
+        if not plain and self._template is not None:
+            text = self._behind_a_turn(text).removeprefix(self._tokenizer.decode([ended_by], skip_special_tokens=False))
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _behind_a_turn(self, text: str) -> str:
+        turns: list[Message] = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": _TURN_MARK},
+            {"role": "user", "content": text},
+        ]
+        _, mark, behind = _render(self._template or "", turns, self._settings).partition(_TURN_MARK)
+        if not mark:
+            raise ModelError("the model's chat template does not show what an assistant said before; it has no turns")
+        return behind
+
+    def single_id(self, text: str) -> int | None:
+        """The token that is exactly this text; None where there is none."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        is_it = len(ids) == 1 and self._tokenizer.decode(list(ids), skip_special_tokens=False) == text
+        return int(ids[0]) if is_it else None
 
     def decode(self, ids: Sequence[int], *, stop_ids: Sequence[int] = ()) -> str:
         """Text of an answer, without the stop id that ends it; other special tokens show, so they earn nothing."""

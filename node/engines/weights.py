@@ -2,7 +2,7 @@
 
 A checkpoint's bytes are checked before they are used: the header is bounded, every tensor must have the name and the
 shape that config.json calls for and lie inside its file, and nothing may be missing or left over. Tensors are read one
-at a time into the wanted dtype; no other code (pickle, transformers) ever sees the files.
+at a time into the wanted dtype; nothing that a file holds is ever run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 import torch
@@ -36,6 +36,16 @@ class _TensorEntry(Struct, frozen=True, forbid_unknown_fields=True):
     data_offsets: tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=0)]]
 
 
+class _Place(NamedTuple):
+    """Where a tensor lies."""
+
+    path: Path
+    offset: int
+    size: int
+    dtype: torch.dtype
+    shape: Shape
+
+
 def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
     """Names and shapes of every tensor that a model of this configuration has."""
     hidden = config.hidden_size
@@ -50,22 +60,43 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
-def read_weights(model_dir: Path, config: ModelConfig, *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Read every tensor of the model as `dtype` on the CPU.
+class WeightFiles(Mapping[str, torch.Tensor]):
+    """The tensors of a model directory by name, checked at once by the files' headers and read when they are asked for.
 
-    Raises ModelError naming the file and what is missing, left over, misshapen or truncated.
+    Each look-up reads anew, so that nothing but what the caller keeps takes memory.
     """
-    expected = expected_tensors(config)
-    found: dict[str, torch.Tensor] = {}
-    for path in _weight_files(model_dir):
-        for name, tensor in _read_file(path, expected, dtype=dtype):
-            if name in found:
-                raise ModelError(f"tensor {name} stands in two files of {model_dir}")
-            found[name] = tensor
-    missing = sorted(expected.keys() - found.keys())
-    if missing:
-        raise ModelError(f"{model_dir} lacks {len(missing)} tensors, the first is {missing[0]}")
-    return found
+
+    def __init__(self, model_dir: Path, config: ModelConfig, *, dtype: torch.dtype) -> None:
+        """Raises ModelError naming the file and what is missing, left over, misshapen or truncated."""
+        self._dtype = dtype
+        self._places: dict[str, _Place] = {}
+        expected = expected_tensors(config)
+        for path in weight_files(model_dir):
+            for name, place in _places(path, expected):
+                if name in self._places:
+                    raise ModelError(f"tensor {name} stands in two files of {model_dir}")
+                self._places[name] = place
+        missing = sorted(expected.keys() - self._places.keys())
+        if missing:
+            raise ModelError(
+                f"{model_dir} lacks {len(missing)} tensors, the first is {missing[0]}",
+                hint="the directory is incomplete: download the model again",
+            )
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The tensor on the CPU. Raises ModelError when its file cannot be read any more."""
+        return _read_tensor(self._places[name]).to(self._dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def read_weights(model_dir: Path, config: ModelConfig, *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Read every tensor of the model as `dtype` on the CPU. Raises as `WeightFiles`."""
+    return dict(WeightFiles(model_dir, config, dtype=dtype))
 
 
 def _layer_tensors(config: ModelConfig) -> dict[str, Shape]:
@@ -93,27 +124,35 @@ def _layer_tensors(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
-def _weight_files(model_dir: Path) -> list[Path]:
+def weight_files(model_dir: Path) -> list[Path]:
+    """The files that hold a model's weights. Raises ModelError where there are none, or too many."""
     paths = sorted(model_dir.glob("*.safetensors"))
     if not paths:
-        raise ModelError(f"{model_dir} holds no *.safetensors file", hint="download the checkpoint again")
+        other = sorted(path.name for path in model_dir.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
+        raise ModelError(
+            f"{model_dir} holds no *.safetensors file{f', but {other[0]}' if other else ''}",
+            hint="convert it: load it with transformers and write it with save_pretrained(directory)"
+            if other
+            else "the directory is incomplete: download the model again",
+        )
     if len(paths) > MAX_FILES:
         raise ModelError(f"{model_dir} holds {len(paths)} *.safetensors files; at most {MAX_FILES} are read")
     return paths
 
 
-def _read_file(path: Path, expected: Mapping[str, Shape], *, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def _places(path: Path, expected: Mapping[str, Shape]) -> Iterator[tuple[str, _Place]]:
     try:
         with path.open("rb") as file:
             entries, data_start = _read_header(file, path)
-            for name, entry in entries.items():
-                if name in expected:
-                    _check_shape(path, name, entry, shape=expected[name])
-                    yield name, _read_tensor(file, entry, data_start=data_start, path=path).to(dtype)
-                elif not _is_redundant(name):
-                    raise ModelError(f"{path} holds a tensor that the model's architecture does not have: {name[:80]}")
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from error
+    for name, entry in entries.items():
+        if name in expected:
+            _check_shape(path, name, entry, shape=expected[name])
+            start, stop = entry.data_offsets
+            yield name, _Place(path, data_start + start, stop - start, _DTYPES[entry.dtype], entry.shape)
+        elif not _is_redundant(name):
+            raise ModelError(f"{path} holds a tensor that the model's architecture does not have: {name[:80]}")
 
 
 def _is_redundant(name: str) -> bool:
@@ -167,10 +206,17 @@ def _check_shape(path: Path, name: str, entry: _TensorEntry, *, shape: Shape) ->
         raise ModelError(f"{path}: tensor {name} does not fill its bytes")
 
 
-def _read_tensor(file: BufferedReader, entry: _TensorEntry, *, data_start: int, path: Path) -> torch.Tensor:
-    start, stop = entry.data_offsets
-    buffer = bytearray(stop - start)
-    file.seek(data_start + start)
-    if file.readinto(buffer) != len(buffer):
-        raise ModelError(f"{path} was cut short while it was read")
-    return torch.frombuffer(buffer, dtype=_DTYPES[entry.dtype]).view(entry.shape)
+def _read_tensor(place: _Place) -> torch.Tensor:
+    buffer = bytearray(place.size)
+    try:
+        with place.path.open("rb", buffering=0) as file:
+            file.seek(place.offset)
+            read = file.readinto(buffer)
+            while read and read < len(buffer):  # one read gives 2 GiB at most
+                more = file.readinto(memoryview(buffer)[read:])
+                read = read + more if more else 0
+    except OSError as error:
+        raise ModelError(f"cannot read {place.path}: {error.strerror}") from error
+    if read != len(buffer):
+        raise ModelError(f"{place.path} was cut short while it was read", hint="download the model again")
+    return torch.frombuffer(buffer, dtype=place.dtype).view(place.shape)

@@ -17,11 +17,14 @@ import msgspec
 from node.compute.serve import serve
 from node.engines.assignment import Work, derive_work, sampling_params
 from node.engines.base import Engine, Generation, GenerationRequest, SamplingParams, TokenProgress
+from node.engines.capacity import fitted_from_environment
+from node.engines.registry import engine_from_environment
+from node.engines.rewards import answer_rewards
 from node.engines.tokenizer import Tokenizer
-from node.engines.torch_engine import engine_from_environment
+from node.engines.turns import play_turns, turns_of
 from protocol.errors import MalformedError, ModelError
 from protocol.records import Manifest
-from protocol.rollouts import Rollout, write_rollouts
+from protocol.rollouts import Rollout, mean_reward, told_rewards, write_rollouts
 from protocol.seeds import submission_seed
 
 _PROGRESS_EVERY_S: Final = 0.5
@@ -34,19 +37,29 @@ class RolloutWorker:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self._fitted = fitted_from_environment(engine)
         self._checkpoint = b""
         self._tokenizer: Tokenizer | None = None
 
-    def load(self, checkpoint_dir: str, checkpoint_id: bytes) -> dict[str, Any]:
-        """Hold the policy of a checkpoint instead of the last one, which stays where this raises ModelError."""
+    def load(self, checkpoint_dir: str, checkpoint_id: bytes, ran_out: bool = False) -> dict[str, Any]:
+        """Hold the policy of a checkpoint instead of the last one, which stays where this raises ModelError.
+
+        `ran_out` says that the process before this one died of memory.
+        """
         started = time.monotonic()
         directory = self.policy_dir(Path(checkpoint_dir))
         tokenizer = Tokenizer(directory)
-        self.engine.load(directory)
+        self.engine.update(directory)
+        self._fitted.loaded(directory, ran_out=ran_out)
         self._checkpoint, self._tokenizer = checkpoint_id, tokenizer
         seconds = time.monotonic() - started
         _log.info("policy loaded checkpoint=%s seconds=%.2f", checkpoint_id.hex()[:12], seconds)
-        return {"engine": self._engine_name(), "dtype": self.engine.info.dtype, "seconds": seconds}
+        return {
+            "engine": self._engine_name(),
+            "dtype": self.engine.info.dtype,
+            "batch": self.engine.max_batch,
+            "seconds": seconds,
+        }
 
     def generate(
         self,
@@ -61,14 +74,17 @@ class RolloutWorker:
     ) -> dict[str, Any]:
         """Answer one submission and write its file to `path`. `manifest` is the record, as msgpack.
 
-        Gives sha256, size, rollouts, output_tokens, prompts (their digest), mean_reward, engine, dtype, seconds;
-        reports output_tokens as they come. Raises ModelError, EnvironmentUnknown, MalformedError.
+        Gives sha256, size, rollouts, output_tokens, prompts (their digest), mean_reward, could_not_tell (answers
+        without a reward), engine, dtype, seconds; reports output_tokens as they come. Raises ModelError,
+        EnvironmentUnknown, MalformedError.
         """
         started = time.monotonic()
         run = _decode_manifest(manifest)
         seed = submission_seed(run_id, step, checkpoint=checkpoint, contributor_key=contributor, index=index)
-        work = derive_work(run, self._tokenizer_of(checkpoint), seed=seed)
-        generations = self.answers(work, self.sampling(run), progress=_throttled(progress))
+        work = derive_work(run, self._tokenizer_of(checkpoint), seed=seed, step=step)
+        sampling = self.sampling(run)
+        generations = self.answers(work, sampling, progress=_throttled(progress))
+        generations = play_turns(work, run, generations, lambda requests: self.engine.generate(requests, sampling))
         rollouts = self.rollouts(work, generations)
         sha256, size = write_rollouts(Path(path), rollouts)
         return {
@@ -77,7 +93,8 @@ class RolloutWorker:
             "rollouts": len(rollouts),
             "output_tokens": sum(len(rollout.output_ids) for rollout in rollouts),
             "prompts": work.prompts_digest,
-            "mean_reward": sum(rollout.reward for rollout in rollouts) / len(rollouts),
+            "mean_reward": mean_reward(rollouts),
+            "could_not_tell": len(rollouts) - len(told_rewards(rollouts)),
             "engine": self._engine_name(),
             "dtype": self.engine.info.dtype,
             "seconds": time.monotonic() - started,
@@ -103,10 +120,12 @@ class RolloutWorker:
         self, work: Work, sampling: SamplingParams, *, progress: TokenProgress | None = None
     ) -> list[Generation]:
         """The engine's answers to `requests`, in the same order."""
-        return self.engine.generate(self.requests(work), sampling, progress=progress)
+        with self._fitted.watched():
+            return self.engine.generate(self.requests(work), sampling, progress=progress)
 
     def rollouts(self, work: Work, generations: Sequence[Generation]) -> list[Rollout]:
         """The rows of the file: answers with their rewards."""
+        rewards = self.rewards(work, generations)
         return [
             Rollout(
                 prompt_index=number // work.group_size,
@@ -114,19 +133,22 @@ class RolloutWorker:
                 prompt_ids=work.assignments[number // work.group_size].prompt_ids,
                 output_ids=generation.output_ids,
                 logprobs=generation.logprobs,
-                reward=self.reward(work, number // work.group_size, generation),
+                reward=rewards[number],
                 finish_reason=generation.finish_reason,
                 proofs=generation.proofs,
+                turns=turns_of(generation),
             )
             for number, generation in enumerate(generations)
         ]
 
+    def rewards(self, work: Work, generations: Sequence[Generation]) -> list[float]:
+        """The rewards of the answers to `requests`; NaN where the environment cannot tell."""
+        answers = [(number // work.group_size, generation) for number, generation in enumerate(generations)]
+        return answer_rewards(work, self._tokenizer_of(self._checkpoint), answers)
+
     def reward(self, work: Work, prompt_index: int, generation: Generation) -> float:
-        """The environment's reward of one answer; 0 where it cannot tell, which validators know to be nobody's lie."""
-        stop_ids = generation.output_ids[-1:] if generation.finish_reason == "stop" else ()
-        completion = self._tokenizer_of(self._checkpoint).decode(generation.output_ids, stop_ids=stop_ids)
-        value = work.environment.reward(work.assignments[prompt_index].task, completion).value
-        return 0.0 if value is None else value
+        """The reward of one answer."""
+        return answer_rewards(work, self._tokenizer_of(self._checkpoint), [(prompt_index, generation)])[0]
 
     def _tokenizer_of(self, checkpoint: bytes) -> Tokenizer:
         if self._tokenizer is None or self._checkpoint != checkpoint:

@@ -94,6 +94,11 @@ class Outbox:
         row = self._db.row("SELECT relay FROM submissions WHERE id = ?", submission_id)
         return PeerId(row[0]) if row and row[0] else None
 
+    def file(self, submission_id: bytes) -> Path | None:
+        """Where a submission's file lies, if it was not discarded yet."""
+        row = self._db.row("SELECT path FROM submissions WHERE id = ? AND path != ''", submission_id)
+        return Path(row[0]) if row else None
+
     def find(self, path: Path) -> bytes | None:
         """The envelope of the submission whose file lies at `path`."""
         row = self._db.row("SELECT envelope FROM submissions WHERE path = ?", str(path))

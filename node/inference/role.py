@@ -11,6 +11,7 @@ import random
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import trio
@@ -24,7 +25,7 @@ from node.status import StatusBoard
 from node.swarm import Swarm
 from node.version import SOFTWARE
 from protocol.envelope import Signed, open_envelope, seal
-from protocol.errors import ComputeError, NodeError, ProtocolError, RefusedError, RelayError
+from protocol.errors import ComputeCrashed, ComputeError, NodeError, ProtocolError, RefusedError, RelayError
 from protocol.identity import Identity, PeerId
 from protocol.records import Head, Submission, Verdict
 
@@ -68,6 +69,8 @@ class Made(msgspec.Struct):
     output_tokens: int
     prompts: bytes
     mean_reward: float
+    could_not_tell: int
+    """Answers without a reward."""
     engine: str
     dtype: str
     seconds: float
@@ -94,9 +97,12 @@ class InferenceRole:
         self._p = parts
         self._manifest = parts.swarm.manifest
         self._loaded: tuple[bytes, int] | None = None
+        self._ran_out = False
+        """Whether the compute process died of memory, so that its successor must take less."""
         self._changed = trio.Event()
         self._sent_at: dict[bytes, float] = {}
         self._tokens = 0
+        self._could_not_tell = 0
         self._busy_s = 0.0
 
     async def run(self) -> None:
@@ -189,6 +195,7 @@ class InferenceRole:
             )
         except ComputeError as error:
             self._loaded = None
+            self._ran_out = isinstance(error, ComputeCrashed) and self._p.compute.died_of_memory
             log.error("generate step=%d index=%d error=%r", step, index, error.message)
             self._p.board.waiting(f"the engine to recover: {error.message[:200]}")
             await trio.sleep(2)
@@ -202,10 +209,12 @@ class InferenceRole:
     async def _load(self, checkpoint: bytes, path: Path) -> None:
         if self._loaded == (checkpoint, self._p.compute.restarts):
             return
+        options: dict[str, Any] = {"ran_out": True} if self._ran_out else {}
         with self._p.policies.kept(checkpoint):
             await self._p.compute.call(
-                "load", timeout_s=LOAD_TIMEOUT_S, checkpoint_dir=str(path), checkpoint_id=checkpoint
+                "load", timeout_s=LOAD_TIMEOUT_S, checkpoint_dir=str(path), checkpoint_id=checkpoint, **options
             )
+        self._ran_out = False
         self._loaded = (checkpoint, self._p.compute.restarts)
 
     def post(self, step: int, index: int, policy: HeldPolicy, made: Made) -> None:
@@ -228,6 +237,7 @@ class InferenceRole:
         )
         self._p.outbox.add(open_envelope(seal(record, self._p.identity), Submission), self.file(step, index))
         self._tokens += made.output_tokens
+        self._could_not_tell += made.could_not_tell
         self._busy_s += made.seconds
         self._news()
 
@@ -322,7 +332,9 @@ class InferenceRole:
             rejected=self._p.outbox.reasons(),
         )
         speed = self._tokens / self._busy_s if self._busy_s else 0.0
-        self._p.board.details(tokens_per_s=round(speed, 1), outbox=self._p.outbox.count("ready"))
+        self._p.board.details(
+            tokens_per_s=round(speed, 1), outbox=self._p.outbox.count("ready"), could_not_tell=self._could_not_tell
+        )
 
 
 def _evicted(said: str) -> Evicted:

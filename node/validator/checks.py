@@ -17,15 +17,19 @@ import msgspec
 import numpy as np
 
 from node.engines.assignment import Work
+from node.engines.rewards import answer_rewards
 from node.engines.tokenizer import Tokenizer
+from node.engines.turns import replay_fault
 from node.validator.measure import MeasuredChunk, MeasuredRollout, token_numbers
 from protocol.constants import PROOF_CHUNK_TOKENS
 from protocol.errors import MalformedError
 from protocol.records import CheckResult, Manifest, Submission, Tolerance
-from protocol.rollouts import Rollout
+from protocol.rollouts import Rollout, emitted_spans, split_turns
 from protocol.toploc import ChunkResult, check_proof_shape
 
 REWARD_TOLERANCE: Final = 1e-6
+WITHHELD_SHARE: Final = 0.125
+"""Share of answers that may lack a reward which can be told here: machines differ in what they get done in time."""
 HARD_FACTOR: Final = 8.0
 """A limit exceeded is a soft failure: odd hardware may do it. Beyond so many times the limit it is a lie, with an
 allowance for limits near 0: half of a proof's exponents, HARD_MANTISSA units, HARD_LOGITS, HARD_MEAN_NATS."""
@@ -92,11 +96,13 @@ def check_signed_prompts(submission: Submission, work: Work) -> Finding:
     return _finding("prompt", "" if signed else "signed for other prompts than its seed gives", {})
 
 
-def check_schema(rollouts: Sequence[Rollout], submission: Submission, manifest: Manifest) -> Finding:
+def check_schema(
+    rollouts: Sequence[Rollout], submission: Submission, manifest: Manifest, *, max_turns: int = 1
+) -> Finding:
     """Whole groups in order, counts as signed, every list within its bounds."""
     fault = _count_fault(rollouts, submission, manifest)
     for number, rollout in enumerate(rollouts if not fault else ()):
-        fault = _shape_fault(rollout, number, manifest)
+        fault = _shape_fault(rollout, number, manifest) or _turns_fault(rollout, manifest, max_turns=max_turns)
         if fault:
             fault = f"rollout {number} {fault}"
             break
@@ -119,15 +125,50 @@ def _shape_fault(rollout: Rollout, number: int, manifest: Manifest) -> str:
     place = divmod(number, manifest.rollout.group_size)
     if (rollout.prompt_index, rollout.member) != place:
         return f"is member {rollout.member} of group {rollout.prompt_index}; member {place[1]} of {place[0]} is due"
-    if not 1 <= len(rollout.output_ids) <= manifest.rollout.max_new_tokens:
-        return f"has {len(rollout.output_ids)} output tokens; 1 to {manifest.rollout.max_new_tokens} are allowed"
+    most = manifest.model.max_model_len if rollout.turns else manifest.rollout.max_new_tokens
+    if not 1 <= len(rollout.output_ids) <= most:
+        return f"has {len(rollout.output_ids)} output tokens; 1 to {most} are allowed"
     if len(rollout.logprobs) != len(rollout.output_ids):
         return f"has {len(rollout.logprobs)} log-probabilities for {len(rollout.output_ids)} tokens"
     if not 0 <= min(rollout.output_ids) <= max(rollout.output_ids) < manifest.model.vocab_size:
         return f"has a token outside the vocabulary of {manifest.model.vocab_size}"
-    if not (math.isfinite(rollout.reward) and all(map(math.isfinite, rollout.logprobs))):
-        return "has a log-probability or a reward that is not finite"
+    if math.isinf(rollout.reward) or not all(map(math.isfinite, rollout.logprobs)):
+        return "has a log-probability that is not finite, or an infinite reward"
     return ""
+
+
+def _turns_fault(rollout: Rollout, manifest: Manifest, *, max_turns: int) -> str:
+    try:
+        spans = emitted_spans(len(rollout.output_ids), rollout.turns)
+    except MalformedError as error:
+        return f"has {error.message}"
+    if len(spans) > max_turns:
+        return f"has {len(spans)} turns; {max_turns} are allowed"
+    longest = max(stop - start for start, stop in spans)
+    if longest > manifest.rollout.max_new_tokens:
+        return f"has a turn of {longest} tokens; {manifest.rollout.max_new_tokens} are allowed"
+    return ""
+
+
+def turns_of(rollouts: Sequence[Rollout], manifest: Manifest) -> list[Rollout]:
+    """The turns of rollouts of a sound schema, each as an answer of its own: what the policy emitted."""
+    return [turn for rollout in rollouts for turn in split_turns(rollout, manifest.rollout.group_size)]
+
+
+def check_turns(rollouts: Sequence[Rollout], work: Work, manifest: Manifest) -> Finding:
+    """What lies between an answer's turns is what the environment replies, and it ends where it replies nothing.
+
+    Where the environment fails to reply, nobody can tell.
+    """
+    for number, rollout in enumerate(rollouts):
+        try:
+            fault = replay_fault(work, manifest, rollout)
+        except Exception as error:  # an environment is another's code
+            return _unknown("turns", f"rollout {number}: the environment failed: {type(error).__name__}", {})
+        if fault:
+            return _finding("turns", f"rollout {number} {fault}", {})
+    replies = sum(len(rollout.turns) // 2 - 1 for rollout in rollouts if rollout.turns)
+    return _finding("turns", "", {"replies": float(replies)})
 
 
 def check_prompts(rollouts: Sequence[Rollout], work: Work) -> Finding:
@@ -173,28 +214,50 @@ def check_proof_shapes(rollouts: Sequence[Rollout], manifest: Manifest, *, hidde
 
 
 def check_rewards(rollouts: Sequence[Rollout], work: Work, *, tokenizer: Tokenizer) -> Finding:
-    """Rewards as the environment gives them again.
+    """Rewards as the environment gives them again, less what an answer's length costs.
 
-    A contributor whose environment could not tell records 0. So a 0 that should be more is a soft failure, and a reward
-    that the environment cannot tell here is left undecided unless it is 0; only a false reward above 0 is a lie.
+    NaN says that the environment could not tell, here or there. That is held against nobody; but more than a share of
+    answers without a reward that could be told here leaves the submission undecided, or bad answers could be hidden.
+    What is claimed and cannot be told here is undecided too, unless nothing is claimed. Nothing claimed for what should
+    be more is a soft failure, and any other difference a lie.
     """
-    lies: list[int] = []
-    losses: list[int] = []
-    unknown: list[int] = []
-    for number, rollout in enumerate(rollouts):
-        stop_ids = rollout.output_ids[-1:] if rollout.finish_reason == "stop" else ()
-        completion = tokenizer.decode(rollout.output_ids, stop_ids=stop_ids)
-        value = work.environment.reward(work.assignments[rollout.prompt_index].task, completion).value
-        if value is None:
-            unknown += [number] if rollout.reward != 0 else []
-        elif abs(value - rollout.reward) > REWARD_TOLERANCE:
-            (losses if rollout.reward == 0 else lies).append(number)
-    numbers = {"different": float(len(lies) + len(losses)), "could_not_tell": float(len(unknown))}
+    found = answer_rewards(work, tokenizer, [(rollout.prompt_index, rollout) for rollout in rollouts])
+    places: dict[_Comparison, list[int]] = {"lie": [], "loss": [], "unknown": [], "withheld": []}
+    penalties = [work.length_penalty(rollout.prompt_index, len(rollout.output_ids)) for rollout in rollouts]
+    for number, (rollout, value, penalty) in enumerate(zip(rollouts, found, penalties, strict=True)):
+        compared = _compare_reward(rollout.reward, value, nothing=-penalty)
+        if compared is not None:
+            places[compared].append(number)
+    lies, losses, unknown = places["lie"], places["loss"], places["unknown"]
+    numbers = {
+        "different": float(len(lies) + len(losses)),
+        "could_not_tell": float(sum(map(math.isnan, found))),
+        "withheld": float(len(places["withheld"])),
+    }
+    if work.length is not None:
+        numbers["mean_length_penalty"] = sum(penalties) / len(penalties)
     if lies or losses:
         return _finding("reward", f"rollout {(lies or losses)[0]} has another reward", numbers, hard=bool(lies))
     if unknown:
         return _unknown("reward", f"the environment could not tell for rollout {unknown[0]}", numbers)
+    if len(places["withheld"]) > WITHHELD_SHARE * len(rollouts):
+        return _unknown("reward", f"{len(places['withheld'])} answers without a reward that can be told here", numbers)
     return _finding("reward", "", numbers)
+
+
+_Comparison = Literal["lie", "loss", "unknown", "withheld"]
+
+
+def _compare_reward(recorded: float, value: float, *, nothing: float) -> _Comparison | None:
+    """What a recorded reward is against this node's own, either NaN where it could not be told; None if all is well."""
+    claims_nothing = abs(recorded - nothing) <= REWARD_TOLERANCE
+    if math.isnan(recorded):
+        return None if math.isnan(value) else "withheld"
+    if math.isnan(value):
+        return None if claims_nothing else "unknown"
+    if abs(value - recorded) <= REWARD_TOLERANCE:
+        return None
+    return "loss" if claims_nothing else "lie"
 
 
 def check_toploc(measured: Sequence[MeasuredRollout], tolerance: Tolerance) -> Finding:

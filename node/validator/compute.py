@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,8 +21,8 @@ import msgspec
 from node.compute.serve import serve
 from node.engines.assignment import Work, derive_work
 from node.engines.base import Engine
+from node.engines.registry import engine_from_environment
 from node.engines.tokenizer import Tokenizer
-from node.engines.torch_engine import engine_from_environment
 from node.validator.checks import (
     Decision,
     Finding,
@@ -35,14 +36,16 @@ from node.validator.checks import (
     check_signed_prompts,
     check_termination,
     check_toploc,
+    check_turns,
     checks_impossible,
     decide,
     decode_rollouts,
+    turns_of,
 )
 from node.validator.measure import MeasuredRollout, Measurer, evidence
 from protocol.errors import MalformedError, ModelError
 from protocol.records import CheckResult, Manifest, Submission
-from protocol.rollouts import Rollout
+from protocol.rollouts import Rollout, mean_reward
 from protocol.seeds import submission_seed
 
 _log = logging.getLogger(__name__)
@@ -147,15 +150,16 @@ def _decide(judged: _Judged, claim: _Claim, policy: _Policy) -> Decision:
 def _check(judged: _Judged, claim: _Claim, policy: _Policy) -> None:
     """Add findings, cheapest first, up to the first failure that makes the rest pointless."""
     run, rollouts = claim.manifest, judged.rollouts
-    work = derive_work(run, policy.tokenizer, seed=claim.seed)
+    work = derive_work(run, policy.tokenizer, seed=claim.seed, step=claim.record.step)
     width = policy.engine.info.hidden_size
     cheap: tuple[tuple[bool, Callable[[], Finding]], ...] = (
         (True, lambda: check_dtype(claim.record, run)),
         (False, lambda: check_signed_prompts(claim.record, work)),
-        (True, lambda: check_schema(rollouts, claim.record, run)),
+        (True, lambda: check_schema(rollouts, claim.record, run, max_turns=work.environment.max_turns)),
         (True, lambda: check_prompts(rollouts, work)),
-        (True, lambda: check_termination(rollouts, run)),
-        (False, lambda: check_proof_shapes(rollouts, run, hidden_size=width)),
+        (True, lambda: check_termination(turns_of(rollouts, run), run)),
+        (work.environment.max_turns > 1, lambda: check_turns(rollouts, work, run)),
+        (False, lambda: check_proof_shapes(turns_of(rollouts, run), run, hidden_size=width)),
     )
     for shown, check in cheap:  # the others are first parts of a later check of the same name
         finding = check()
@@ -168,7 +172,7 @@ def _check(judged: _Judged, claim: _Claim, policy: _Policy) -> None:
 
 
 def _prefill_findings(judged: _Judged, claim: _Claim, work: Work, policy: _Policy) -> list[Finding]:
-    run, rollouts = claim.manifest, judged.rollouts
+    run, rollouts = claim.manifest, turns_of(judged.rollouts, claim.manifest)
     measurer = Measurer(
         rollouts,
         work.noise_seed,
@@ -199,7 +203,7 @@ def _judgement(decision: Decision, judged: _Judged, policy: _Policy, *, started:
         "hard": decision.hard,
         "reason": decision.reason,
         "checks": [msgspec.to_builtins(finding.result) for finding in findings],
-        "mean_reward": sum(rollout.reward for rollout in rollouts) / len(rollouts) if sound else 0.0,
+        "mean_reward": mean_reward(rollouts) if sound else 0.0,
         "output_tokens": sum(len(rollout.output_ids) for rollout in rollouts),
         "engine": f"{info.name} {info.version}",
         "dtype": info.dtype,
@@ -216,7 +220,9 @@ def _decode(data: bytes, kind: type[R]) -> R:
 
 
 def main() -> None:
-    judge = Judge(engine_from_environment)
+    judge = Judge(
+        partial(engine_from_environment, engine="torch")
+    )  # whose prefill needs no more memory than the policy
     serve({"load": judge.load, "judge": judge.judge})
 
 

@@ -28,13 +28,15 @@ from node.validator.checks import (
     check_schema,
     check_signed_prompts,
     check_termination,
+    check_turns,
     decide,
     decode_rollouts,
+    turns_of,
 )
 from node.validator.duplicates import sketch_answer
 from protocol.errors import MalformedError, ModelError
 from protocol.records import CheckResult, Manifest, Submission
-from protocol.rollouts import Rollout
+from protocol.rollouts import Rollout, mean_reward
 from protocol.seeds import submission_seed
 
 _log = logging.getLogger(__name__)
@@ -74,7 +76,7 @@ class Screen:
         seed = submission_seed(
             run_id, record.step, checkpoint=record.checkpoint, contributor_key=contributor, index=record.index
         )
-        work = derive_work(run, tokenizer, seed=seed)
+        work = derive_work(run, tokenizer, seed=seed, step=record.step)
         findings: list[Finding] = []
         try:
             rows = decode_rollouts(rollouts)
@@ -103,10 +105,11 @@ def check_cheaply(
     checks: tuple[Callable[[], Finding], ...] = (
         lambda: check_dtype(record, run),
         lambda: check_signed_prompts(record, work),
-        lambda: check_schema(rows, record, run),
+        lambda: check_schema(rows, record, run, max_turns=work.environment.max_turns),
         lambda: check_prompts(rows, work),
-        lambda: check_termination(rows, run),
-        lambda: check_proof_shapes(rows, run, hidden_size=hidden_size),
+        lambda: check_termination(turns_of(rows, run), run),
+        *((lambda: check_turns(rows, work, run),) if work.environment.max_turns > 1 else ()),
+        lambda: check_proof_shapes(turns_of(rows, run), run, hidden_size=hidden_size),
     )
     for check in checks:
         finding = _named(check())
@@ -134,7 +137,7 @@ def _screened(
         "hard": decision.hard,
         "reason": decision.reason,
         "checks": [msgspec.to_builtins(finding.result) for finding in findings],
-        "mean_reward": sum(row.reward for row in rows) / len(rows) if rows and sound else 0.0,
+        "mean_reward": mean_reward(rows) if sound else 0.0,
         "output_tokens": sum(len(row.output_ids) for row in rows),
         "answers": [msgspec.to_builtins(sketch, builtin_types=(bytes,)) for sketch in sketches],
     }

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from node.engines.torch_engine import engine_from_environment
+from node.engines.registry import engine_from_environment
 from node.inference.compute import run_worker
 from protocol.errors import ConfigError
 from simnet.zoo.workers.base import Cheat

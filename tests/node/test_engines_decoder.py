@@ -4,7 +4,8 @@ import pytest
 import torch
 from tiny_models import ARCHITECTURES, build_model, write_model
 
-from node.engines.decoder import Decoder, KVCache
+from node.engines.decoder import Decoder
+from node.engines.kv_cache import KVCache
 from node.engines.model_config import read_config
 from node.engines.weights import read_weights
 
@@ -36,7 +37,7 @@ def test_cached_steps_equal_one_pass(name, tmp_path):
     decoder = load_decoder(write_model(build_model(name), tmp_path))
     tokens = torch.randint(0, 64, (2, 20), generator=torch.Generator().manual_seed(2))
     whole = decoder.forward(tokens, place(tokens))
-    cache = KVCache.empty(decoder.config, 2, capacity=20, like=decoder.embedding)
+    cache = KVCache.empty(decoder.cache_shape, rows=2, capacity=20, like=decoder.embedding)
     steps = [decoder.forward(tokens[:, :7], place(tokens)[:, :7], cache=cache)]
     steps += [decoder.forward(tokens[:, i : i + 1], place(tokens)[:, i : i + 1], cache=cache) for i in range(7, 20)]
     torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-5, atol=1e-5)

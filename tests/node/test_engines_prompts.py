@@ -13,7 +13,7 @@ from node.engines.torch_engine import TorchEngine
 def decoder(request, tmp_path_factory):
     engine = TorchEngine()
     engine.load(write_model(build_model(request.param), tmp_path_factory.mktemp(request.param)))
-    return engine._loaded
+    return engine._loaded._decoder
 
 
 def group(prompt_length, answer_lengths, *, start=3):

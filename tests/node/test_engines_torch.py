@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import ARCHITECTURES, EOS, VOCAB, build_model, write_model
 
 from node.engines.base import GenerationRequest, SamplingParams
-from node.engines.torch_engine import TorchEngine, engine_from_environment
+from node.engines.registry import engine_from_environment
+from node.engines.torch_engine import TorchEngine
 from protocol.errors import ModelError
 from protocol.sampling import gumbel_rows, margins, position_keys
 from protocol.toploc import bf16_patterns, proof_count, verify_proofs

@@ -1,5 +1,6 @@
 """The work of an inference node's compute process, called directly and over the pipe."""
 
+import math
 from pathlib import Path
 
 import msgspec
@@ -72,9 +73,27 @@ def test_rewards_are_the_environment_s(worker, manifest, tmp_path):
     assert answers > 0
 
 
-def test_an_unknown_reward_is_recorded_as_zero(worker, manifest, tmp_path, monkeypatch):
+def test_an_unknown_reward_is_recorded_as_such(worker, manifest, tmp_path, monkeypatch):
     monkeypatch.setattr(SortDigits, "reward", lambda self, task, completion: Reward(None, "timed out"))
-    assert generate(worker, manifest, tmp_path / "x.parquet")["mean_reward"] == 0
+    made = generate(worker, manifest, tmp_path / "x.parquet")
+    assert (made["mean_reward"], made["could_not_tell"]) == (0, 16)
+    rollouts = read_rollouts(tmp_path / "x.parquet", max_rollouts=16, max_tokens=64)
+    assert all(math.isnan(rollout.reward) for rollout in rollouts)
+
+
+def test_an_environment_that_raises_costs_the_answer_it_raised_for(worker, manifest, tmp_path, monkeypatch):
+    """Another's environment breaks its promise never to raise; the node goes on."""
+    judge, asked = SortDigits.reward, []
+
+    def reward(self, task, completion):
+        asked.append(completion)
+        if completion == asked[0]:
+            raise RuntimeError("not thought of")
+        return judge(self, task, completion)
+
+    monkeypatch.setattr(SortDigits, "reward", reward)
+    made = generate(worker, manifest, tmp_path / "x.parquet")
+    assert 1 <= made["could_not_tell"] < 16
 
 
 def test_progress_is_reported_sparingly(worker, manifest, tmp_path, monkeypatch):
@@ -139,8 +158,8 @@ def test_each_step_can_be_replaced(manifest, tmp_path):
             calls.append("rollouts")
             return super().rollouts(work, generations)
 
-        def reward(self, work, prompt_index, generation):
-            return 0.25
+        def rewards(self, work, generations):
+            return [0.25] * len(generations)
 
     made = generate(make_worker(kind=Watched), manifest, tmp_path / "x.parquet")
     assert calls == ["policy_dir", "sampling", "requests", "rollouts"]

@@ -66,3 +66,25 @@ async def test_a_policy_that_an_engine_loads_is_not_removed_meanwhile(tmp_path):
     assert store.prune() == [1]
     with policies.kept(first.id) as path:
         assert path is None
+
+
+class Swarm:
+    """Never hears of a head."""
+
+    async def wait_head(self, after):
+        await trio.sleep_forever()
+
+
+async def test_a_node_that_starts_again_goes_on_with_the_newest_policy_that_is_sound(tmp_path):
+    """Its disk has damaged the newest policy meanwhile: no engine loads it, and it can be downloaded again."""
+    old = CheckpointStore(tmp_path / "node")
+    first, second = [await publish(old, tmp_path / str(step), step=step) for step in (1, 2)]
+    (old.local_dir(second.id) / "config.json").write_bytes(b"{3}")
+    store = CheckpointStore(tmp_path / "node")
+    board = StatusBoard(role="inference", peer_id=OPERATOR.peer_id, run="x/y")
+    policies = Policies(store, Client(store, tmp_path), Swarm(), board)
+    with trio.fail_after(10):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(policies.run)
+            assert policies.newest(0) == (1, first.id, store.local_dir(first.id))
+            nursery.cancel_scope.cancel()

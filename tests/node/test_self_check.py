@@ -41,7 +41,7 @@ def made(tmp_path_factory):
     seed = {"run_id": run.manifest.id, "step": 0, "checkpoint": policy, "index": 0}
     manifest = msgspec.msgpack.encode(run.manifest.record)
     found = worker.generate(**seed, contributor=ALICE.peer_id.public_key, manifest=manifest, path=str(file))
-    fields = {name: value for name, value in found.items() if name not in ("mean_reward", "seconds")}
+    fields = {name: value for name, value in found.items() if name not in ("mean_reward", "could_not_tell", "seconds")}
     record = Submission(**seed, **fields, checkpoint_step=0, software="test", issued_at_ms=1)
     submission = open_envelope(seal(record, ALICE), Submission)
     outbox = Outbox(data_dir / "outbox.sqlite")

@@ -1,6 +1,7 @@
 """Submissions judged as a validator judges them: honest ones pass on every engine setting, each lie is named."""
 
 import copy
+import math
 from dataclasses import replace
 
 import msgspec
@@ -151,9 +152,9 @@ def drifted(tmp_path, size):
 
 def test_another_policy_is_rejected(judge, manifest, tmp_path):
     """A contributor answers with a policy that is not the run's at all."""
-    other = write_model(build_model("qwen2", seed=5), tmp_path / "other")
-    (other / "tokenizer.json").write_bytes((POLICY / "tokenizer.json").read_bytes())
-    judgement = judge_rollouts(judge, manifest, hand_in(make_worker(other), manifest, tmp_path / "0.parquet"))
+    worker = make_worker()
+    worker.engine.load(write_model(build_model("qwen2", seed=5), tmp_path / "other"))
+    judgement = judge_rollouts(judge, manifest, hand_in(worker, manifest, tmp_path / "0.parquet"))
     assert rejected(judgement, "toploc")
     assert {check["name"] for check in judgement["checks"] if check["outcome"] == "fail"} >= {"toploc", "sampling"}
 
@@ -378,8 +379,23 @@ def test_rewards_lowered_to_zero_are_rejected_softly(judge, manifest, tmp_path):
     assert rejected(judge_rollouts(judge, manifest, right, lowered), "reward", hard=False)
 
 
+def test_rewards_that_could_not_be_told_there_are_never_punished(judge, manifest, alice):
+    """Neither a few, which a slower machine may have, nor many, which might hide bad answers and stay undecided."""
+    unknown = [msgspec.structs.replace(rollout, reward=math.nan) for rollout in alice.rollouts]
+    few = unknown[:2] + alice.rollouts[2:]
+    judgement = judge_rollouts(judge, manifest, alice, few)
+    assert judgement["outcome"] == "accept"
+    assert numbers(judgement, "reward")["withheld"] == 2
+    assert judgement["mean_reward"] == sum(rollout.reward for rollout in few[2:]) / len(few[2:])
+    judgement = judge_rollouts(judge, manifest, alice, unknown)
+    assert (judgement["outcome"], judgement["hard"], judgement["mean_reward"]) == ("undecided", False, 0.0)
+
+
 def test_what_the_environment_cannot_tell_is_never_punished(judge, manifest, alice, monkeypatch):
     monkeypatch.setattr(SortDigits, "reward", lambda self, task, completion: Reward(None, "timed out"))
+    unknown = [msgspec.structs.replace(rollout, reward=math.nan) for rollout in alice.rollouts]
+    judgement = judge_rollouts(judge, manifest, alice, unknown)
+    assert (judgement["outcome"], numbers(judgement, "reward")["could_not_tell"]) == ("accept", len(unknown))
     zeros = [msgspec.structs.replace(rollout, reward=0.0) for rollout in alice.rollouts]
     assert judge_rollouts(judge, manifest, alice, zeros)["outcome"] == "accept"
     ones = [msgspec.structs.replace(rollout, reward=1.0) for rollout in alice.rollouts]

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from simnet.zoo.workers.base import Cheat
-from trainer.policy import load_policy, pack_batch, save_weights
+from trainer.packing import pad
+from trainer.policy import load_policy, save_weights
 
 PERTURBATION: Final = 0.5
 """Noise on each tensor of the wrong model, in units of its own standard deviation."""
@@ -81,7 +82,7 @@ class FineTuned(OtherWeights):
         policy = load_policy(directory)
         generator = torch.Generator().manual_seed(self.seed)
         text = torch.randint(3, policy.vocab_size, (TUNING_LENGTH,), generator=generator).tolist()
-        batch = pack_batch([text[:1]], [text[1:]])
+        batch = pad([(text[:1], text[1:])], [0])
         optimiser = torch.optim.AdamW(policy.model.parameters(), lr=self.learning_rate, weight_decay=0.0)
         for _ in range(TUNING_STEPS):
             optimiser.zero_grad()
