@@ -89,6 +89,7 @@ class CopiedFile(InferenceRole):
             output_tokens=theirs.output_tokens,
             prompts=theirs.prompts,
             mean_reward=0.0,
+            could_not_tell=0,
             engine=theirs.engine,
             dtype=theirs.dtype,
             seconds=1.0,
