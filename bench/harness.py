@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bench.report import Section
 from protocol.errors import ConfigError
 
 FUNCTION: Final = "bench"
@@ -41,6 +42,8 @@ class Result:
     goals: list[Goal] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     """What to show people in place of the figures that nothing is asked of."""
+    sections: list[Section] = field(default_factory=list)
+    """The same, where there are claims to be judged."""
 
     def at_least(self, name: str, least: float) -> None:
         """Ask of a figure to be at least so much; one that is missing is not."""
@@ -67,17 +70,16 @@ def benchmark_names() -> dict[str, str]:
     return found
 
 
-def load_benchmark(name: str, *, model: str | None = None) -> Callable[..., Result]:
-    """A benchmark's function, with the model it is to take. Raises ConfigError for an unknown name."""
+def load_benchmark(name: str, **given: object) -> Callable[..., Result]:
+    """A benchmark's function, with what it is to take (model, only …). Raises ConfigError for what it does not know."""
     known = benchmark_names()
     if name not in known:
         raise ConfigError(f"there is no benchmark {name[:80]!r}", hint=f"known: {', '.join(known)}")
     function: Callable[..., Result] = getattr(importlib.import_module(f"bench.{name}"), FUNCTION)
-    if model is None:
-        return function
-    if "model" not in inspect.signature(function).parameters:
-        raise ConfigError(f"the benchmark {name} takes no --model")
-    return partial(function, model=model)
+    options = {option: value for option, value in given.items() if value is not None}
+    for option in options.keys() - inspect.signature(function).parameters.keys():
+        raise ConfigError(f"the benchmark {name} takes no --{option.replace('_', '-')}")
+    return partial(function, **options)
 
 
 def rate(work: Callable[[], Any], *, seconds: float) -> float:
@@ -97,17 +99,26 @@ def show(name: str, result: Result, console: Console) -> None:
     table.add_column("figure")
     table.add_column("value", justify="right")
     table.add_column("goal")
-    shown = [figure for figure in result.figures if not result.tables or figure in goals]
+    told = result.tables or result.sections
+    shown = [figure for figure in result.figures if not told or figure in goals]
     for figure in [*shown, *(missing for missing in goals if missing not in result.figures)]:
         table.add_row(Text(figure), Text(_number(result.figures.get(figure))), _goal_text(goals.get(figure)))
-    for one in [*result.tables, table]:
+    for section in result.sections:
+        section.show(console)
+    for one in [*result.tables, *([table] if table.rows else [])]:
         console.print(one)
     console.print(as_json(name, result), markup=False, highlight=False, soft_wrap=True)
 
 
 def as_json(name: str, result: Result) -> str:
-    """`{"bench": …, "figures": {…}, "goals": […]}` in one line; a value that is missing is null."""
-    return msgspec.json.encode({"bench": name, "figures": result.figures, "goals": result.goals}).decode()
+    """`{"bench": …, "figures": {…}, "goals": […]}` in one line, and `statements`; a value that is missing is null."""
+    statements = [
+        {"section": section.name, **msgspec.to_builtins(statement)}
+        for section in result.sections
+        for statement in section.statements
+    ]
+    told = {"statements": statements} if result.sections else {}
+    return msgspec.json.encode({"bench": name, "figures": result.figures, "goals": result.goals, **told}).decode()
 
 
 def _goal_text(goal: Goal | None) -> Text:

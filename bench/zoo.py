@@ -1,7 +1,8 @@
 """The zoo of cheats against the very checks of a run: what catches each, how surely, after how many rollouts.
 
 `--model smollm2` puts SmolLM2-135M in the place of the demo's policy, and tries those cheats that a model makes a
-difference to; it takes some minutes. Figures: `…_submissions` is the share of contributors whose first lie is not
+difference to; `--model smollm2-adds` tries those of weights in the recipe smollm2 as it is, whose answers have three
+tokens. Both take some minutes. Figures: `…_submissions` is the share of contributors whose first lie is not
 accepted, `…_rollouts` that of false rollouts that fail a check alone, and `…_tokens_needed` after how many tokens one
 has failed with probability 0.999, at the least rate that the trials allow.
 """
@@ -20,10 +21,9 @@ import trio
 from rich.table import Table
 
 from bench.harness import Result
-from bench.learn import Contributor
+from bench.in_process import InProcess
 from bench.zoo_trials import Finding, Plan, Zoo, figures
 from node.run_create import model_directory
-from node.trainer.compute import TrainerCompute
 from protocol.errors import ConfigError
 from protocol.records import Tolerance
 from simnet.cheats import FILES, PROOFS, ROLES, ROWS
@@ -38,6 +38,7 @@ OF_THE_MODEL: Final = (
     *("wrong-model", "int8", "int4-g32", "int4-g64", "int8-as-bfloat16", "int4-as-bfloat16"),
     *("fine-tuned", "fine-tuned-slightly", "edited-prompt", "other-temperature", "other-seed", "draft-model"),
 )
+OF_THE_WEIGHTS: Final = OF_THE_MODEL[:8]
 SMOLLM2_BFLOAT16: Final = Tolerance(
     max_exponent_mismatches=16,
     max_mantissa_mean=2.0,
@@ -56,15 +57,15 @@ SMOLLM2_BFLOAT16: Final = Tolerance(
 
 def bench(*, quick: bool, model: str = "demo") -> Result:
     """Every cheat against the demo's run, or those of the model against SmolLM2's."""
-    if model not in ("demo", "smollm2"):
-        raise ConfigError(f"there is no zoo for the model {model[:40]!r}", hint="known: demo, smollm2")
+    if model not in SETTINGS:
+        raise ConfigError(f"there is no zoo for the model {model[:40]!r}", hint=f"known: {', '.join(SETTINGS)}")
     with _one_thread(), tempfile.TemporaryDirectory(prefix="bench-zoo-") as work:
-        recipe, policies, plan = _demo(Path(work), quick) if model == "demo" else _smollm2(quick)
+        recipe, policies, plan = SETTINGS[model](Path(work), quick)
         found, honest = trio.run(Zoo(recipe, policies, plan, directory=Path(work)).run)
     result = Result(figures(found) | _of_the_honest(honest, recipe))
     result.tables += [_table(found, f"zoo, {model}: {plan.seeds} contributors each"), _honest_table(honest, recipe)]
     _ask_all(result, found)
-    if model == "smollm2":
+    if model != "demo":
         result.at_most("int4_g32_tokens_needed", 300)
         result.at_most("int4_g64_tokens_needed", 300)
         result.at_most("int8_tokens_needed", 1000)
@@ -74,16 +75,14 @@ def bench(*, quick: bool, model: str = "demo") -> Result:
 def _demo(work: Path, quick: bool) -> tuple[Recipe, list[Path], Plan]:
     """The demo's run after its first training step."""
     recipe, first = load_recipe("demo"), model_directory("sort-digits")
-    rollouts = Contributor(recipe, first, run_id=bytes(32)).rollouts(first, step=0, checkpoint_step=0)
-    compute = TrainerCompute(recipe, state_dir=work / "training", policy_dir=first)
-    compute.open()
-    second = Path(compute.train(0, rollouts)["policy_dir"])
+    run = InProcess(recipe, work / "first-step", seed=0)
+    run.step()
     plan = Plan(seeds=2, history=8, honest=2) if quick else Plan(seeds=20, history=64, honest=64)
     cap = msgspec.structs.replace(recipe.rollout, max_submissions_per_step=plan.history)
-    return msgspec.structs.replace(recipe, rollout=cap), [first, second], plan
+    return msgspec.structs.replace(recipe, rollout=cap), [first, run.policy_dir], plan
 
 
-def _smollm2(quick: bool) -> tuple[Recipe, list[Path], Plan]:
+def _smollm2(_: Path, quick: bool) -> tuple[Recipe, list[Path], Plan]:
     """SmolLM2 on the demo's task: proofs of 128 values, answers of up to 64 tokens."""
     recipe = load_recipe("demo")
     rollout = msgspec.structs.replace(
@@ -96,6 +95,19 @@ def _smollm2(quick: bool) -> tuple[Recipe, list[Path], Plan]:
         tolerance=recipe.tolerance | {"bfloat16": SMOLLM2_BFLOAT16},
     )
     return recipe, [smollm2_directory()], Plan(seeds=1, history=2 if quick else 6, honest=1, names=OF_THE_MODEL)
+
+
+def _smollm2_adds(work: Path, quick: bool) -> tuple[Recipe, list[Path], Plan]:
+    """The run of the recipe smollm2 after a training step: weights in bfloat16, as nearly all of it has them."""
+    recipe = load_recipe("smollm2")
+    run = InProcess(recipe, work / "first-step", seed=0)
+    run.step()
+    plan = Plan(seeds=1 if quick else 4, history=2 if quick else 4, honest=1 if quick else 3, names=OF_THE_WEIGHTS)
+    return recipe, [run.policy_dir], plan
+
+
+SETTINGS: Final = {"demo": _demo, "smollm2": _smollm2, "smollm2-adds": _smollm2_adds}
+"""By the name for --model: the recipe, its run's policies, and how much of everything."""
 
 
 def _of_the_honest(honest: Mapping[str, Finding], recipe: Recipe) -> dict[str, float]:

@@ -98,9 +98,10 @@ def _check_rollout(rollout: TrainingRollout, vocab_size: int, max_length: int) -
     if length > max_length:
         raise MalformedError(f"{label} has {length} tokens, and the model has positions for {max_length}")
     emitted_spans(len(rollout.output_ids), rollout.turns)
-    if not all(0 <= token < vocab_size for token in (*rollout.prompt_ids, *rollout.output_ids)):
+    tokens = (*rollout.prompt_ids, *rollout.output_ids)
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
         raise MalformedError(f"{label} has a token outside the vocabulary of {vocab_size}")
-    if not all(math.isfinite(value) and value <= _LOGPROB_TOLERANCE for value in rollout.logprobs):
+    if not (math.isfinite(sum(rollout.logprobs)) and max(rollout.logprobs) <= _LOGPROB_TOLERANCE):
         raise MalformedError(f"{label} has a log-probability that is not a finite number below zero")
     if math.isinf(rollout.reward) or not math.isfinite(rollout.length_penalty):
         raise MalformedError(f"{label} has the reward {rollout.reward} and the penalty {rollout.length_penalty}")
@@ -126,6 +127,9 @@ def _origin(rollout: TrainingRollout) -> tuple[str, int, int, list[int]]:
 
 def _turns(rollout: TrainingRollout) -> Iterator[TrainingRollout]:
     """What the policy emitted, turn by turn; all that came before a turn is its prompt."""
+    if not rollout.turns:
+        yield rollout
+        return
     for start, stop in emitted_spans(len(rollout.output_ids), rollout.turns):
         yield msgspec.structs.replace(
             rollout,
@@ -179,7 +183,11 @@ def assemble_batch(
         mean_task_reward=_mean([rollout.reward + rollout.length_penalty for rollout in told]),
         mean_staleness=sum(staleness) / len(rollouts),
         staleness_max=max(staleness),
-        tokens=sum(len(turn.output_ids) for rollout in rollouts for turn in _turns(rollout)),
+        tokens=sum(
+            stop - start
+            for rollout in rollouts
+            for start, stop in emitted_spans(len(rollout.output_ids), rollout.turns)
+        ),
         groups_without_signal=sum(silent),
         rollouts_without_reward=len(rollouts) - len(told),
     )

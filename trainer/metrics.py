@@ -28,6 +28,7 @@ METRICS: Final[Mapping[str, str]] = {
     "kl": "Mean divergence from the reference policy per token, in nats",
     "clip_ratio": "Share of tokens whose ratio the loss clips",
     "grad_norm": "Mean norm of the gradient before clipping",
+    "loss_max": "Largest loss of an optimiser step, by size",
     "grad_norm_max": "Largest norm of the gradient before clipping",
     "loss": "Mean loss of the optimiser steps",
     "drift": "Mean divergence from the old log-probabilities per token, in nats",

@@ -131,12 +131,12 @@ def _restore_master(optimiser: MasterAdamW, name: str, tensors: dict[str, Tensor
             master.copy_(like(master, stored))
 
 
-def clip_gradients(policy: Policy, max_norm: float) -> Tensor:
-    """Scale a policy's gradients to a norm of `max_norm` at most; gives the norm that they had, over all processes.
+def clip_gradients(optimiser: MasterAdamW, max_norm: float) -> Tensor:
+    """Scale the policy's gradients to a norm of `max_norm` at most; gives the norm that they had, over all processes.
 
     The paper clips aggressively: 0.05 to 0.1 at 32 billion parameters (INTELLECT-2, section 3.5).
     """
-    norm = nn.utils.clip_grad_norm_(policy.parameters().values(), max_norm)
+    norm = nn.utils.clip_grad_norm_(optimiser.parameters.values(), max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 

