@@ -1,0 +1,1 @@
+"""What keeps the documentation true: pages that are made from the code. Not part of the installed program."""
