@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
-from bench.harness import benchmark_names, load_benchmark, show
+from bench.harness import Result, as_json, benchmark_names, load_benchmark, show
+from bench.report import write_sections
+from protocol.atomic import write_atomically
 from protocol.errors import NodeError
 
 
@@ -18,6 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("name", nargs="?", help="Which benchmark; without it they are listed.")
     parser.add_argument("--quick", action="store_true", help="Less of everything: does it run, not how fast.")
     parser.add_argument("--model", default=None, help="For those that know several: another model than the demo's.")
+    parser.add_argument("--only", default=None, help="For those of several parts: one of them.")
+    parser.add_argument("--seeds", type=int, default=None, help="For those that count seeds: how many.")
+    parser.add_argument("--trl-python", type=Path, default=None, help="For trainer: the interpreter that has TRL.")
+    parser.add_argument("--json", type=Path, default=None, help="Write the line of JSON to this file too.")
+    parser.add_argument("--write", type=Path, default=None, help="Put tables and statements into this Markdown file.")
     options = parser.parse_args(arguments)
     console = Console()
     if options.name is None:
@@ -25,13 +34,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(f"{name:12} {what}", markup=False, highlight=False, soft_wrap=True)
         return 0
     try:
-        bench = load_benchmark(options.name, model=options.model)
+        bench = load_benchmark(
+            options.name,
+            model=options.model,
+            only=options.only,
+            seeds=options.seeds,
+            trl_python=options.trl_python,
+        )
         result = bench(quick=options.quick)
+        _keep(options, result)
     except NodeError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     show(options.name, result, console)
     return 0 if result.met else 1
+
+
+def _keep(options: argparse.Namespace, result: Result) -> None:
+    if options.json is not None:
+        write_atomically(options.json, f"{as_json(options.name, result)}\n".encode())
+    if options.write is not None:
+        given = f" --seeds {options.seeds}" if options.seeds else ""
+        today = f"{datetime.date.today():%Y-%m-%d}"
+        write_sections(options.write, result.sections, bench=options.name, options=given, date=today)
 
 
 if __name__ == "__main__":

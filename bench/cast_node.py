@@ -86,7 +86,10 @@ class Node:
     cpu_before: float = 0.0
     received: dict[str, int] = field(default_factory=dict)
     upstream: list[Source] = field(default_factory=list)
+    on_upstream: Callable[[list[Source]], None] = lambda _: None
     first_shard: bool = False
+    memory: int = 0
+    """Most anonymous memory seen whenever something changed."""
 
     @property
     def rules(self) -> CheckpointRules:
@@ -130,8 +133,9 @@ async def main(role: str, directory: Path) -> None:
             identity=TRAINER if role == "origin" else Identity.from_phrase(str(directory)),
         )
         listening = await {"origin": start_origin, "relay": start_relay, "client": start_client}[role](node, nursery)
+        nursery.start_soon(watch, node)
         node.cpu_before = cpu_s()
-        say("ready", peer=str(node.identity.peer_id), memory=anonymous_bytes(), **listening)
+        say("ready", peer=str(node.identity.peer_id), **listening)
         while (next_order := await order(Order)) is not None:
             await obey(node, next_order)
         nursery.cancel_scope.cancel()
@@ -141,6 +145,7 @@ async def obey(node: Node, what: Order) -> None:
     match what.do:
         case "upstream":
             node.upstream = [each.source() for each in what.upstream]
+            node.on_upstream(node.upstream)
         case "publish":
             say("publishing")
             manifest = await node.store.publish(
@@ -152,8 +157,7 @@ async def obey(node: Node, what: Order) -> None:
             )
             say("published", id=manifest.id.hex())
         case "report":
-            memory = anonymous_bytes()
-            say("report", cpu_s=cpu_s() - node.cpu_before, memory=memory, received=node.received)
+            say("report", cpu_s=cpu_s() - node.cpu_before, memory=node.memory, received=node.received)
 
 
 async def start_origin(node: Node, nursery: trio.Nursery) -> dict[str, Any]:
@@ -168,16 +172,9 @@ async def start_origin(node: Node, nursery: trio.Nursery) -> dict[str, Any]:
 async def start_relay(node: Node, nursery: trio.Nursery) -> dict[str, Any]:
     puller = CheckpointPuller(node.http, node.store, on_bytes=node.count)
     puller.set_rules(node.rules)
+    node.on_upstream = puller.set_peers
     nursery.start_soon(puller.run)
-    nursery.start_soon(keep_peers, node, puller)
-    nursery.start_soon(watch, node)
     return where(node, await serve(node, nursery, checkpoint_routes(node.store)))
-
-
-async def keep_peers(node: Node, puller: CheckpointPuller) -> None:
-    while True:
-        puller.set_peers(node.upstream)
-        await trio.sleep(0.02)
 
 
 async def start_client(node: Node, nursery: trio.Nursery) -> dict[str, Any]:
@@ -190,12 +187,11 @@ async def start_client(node: Node, nursery: trio.Nursery) -> dict[str, Any]:
         node.http, node.store, node.rules, lambda: node.upstream, on_bytes=node.count, on_progress=progress
     )
     nursery.start_soon(client.follow)
-    nursery.start_soon(watch, node)
     return {}
 
 
 async def watch(node: Node) -> None:
-    """Say when a checkpoint is complete."""
+    """Say when a checkpoint is complete; look at the memory at every change."""
     token = trio.lowlevel.current_trio_token()
     changed = [trio.Event()]
 
@@ -206,10 +202,11 @@ async def watch(node: Node) -> None:
     known: set[bytes] = set()
     while True:
         changed[0] = trio.Event()
+        node.memory = max(node.memory, anonymous_bytes())
         for step, checkpoint in node.store.complete():
             if checkpoint not in known:
                 known.add(checkpoint)
-                say("complete", step=step, id=checkpoint.hex(), memory=anonymous_bytes())
+                say("complete", step=step, id=checkpoint.hex())
         await changed[0].wait()
 
 

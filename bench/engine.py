@@ -2,7 +2,8 @@
 
 One thread, answers of a fixed length, the same requests for all, in turns. transformers samples with its own noise and
 gives the log-probabilities of its tokens; the engines' noise is the protocol's, and proofs are made where it says so.
-`--model smollm2` takes SmolLM2-135M. vLLM is measured where it is installed.
+`--model smollm2` takes SmolLM2-135M. vLLM is measured where it is installed, beside itself alone: its own sampler,
+neither log-probabilities nor proofs. `--only vllm` leaves the others out.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from trainer.smollm2 import smollm2_directory
 
 BATCH: Final = 64
 GROUP: Final = 8
+OF_ALONE_RATIO: Final = 0.95
+"""What vLLM with noise, log-probabilities and proofs keeps of vLLM alone, on the model of 135M."""
+_ALONE: Final = "vllm alone"
+_ENGINES: Final = ("torch", "vllm")
 DEMO_RATIO: Final = 2.0
 SMOLLM2_RATIO: Final = 1.3
 _TOP_K: Final = {"demo": 16, "smollm2": 128}
@@ -50,19 +55,36 @@ class Job:
         return SamplingParams(temperature=1.0, max_new_tokens=self.new_tokens, stop_ids=(), top_k_proof=top_k)
 
 
-def bench(*, quick: bool, model: str = "demo") -> Result:
-    """All engines that are installed, beside transformers; ratios are medians over rounds."""
+Run = Callable[[Job], Any]
+
+
+def bench(*, quick: bool, model: str = "demo", only: str = "") -> Result:
+    """All engines that are installed, beside transformers, or `only` one; ratios are medians over rounds."""
     torch.set_num_threads(1)
-    if model not in _TOP_K:
-        raise ModelError(f"this benchmark has no model {model[:40]!r}", hint=f"give one of {', '.join(_TOP_K)}")
+    for given, known in ((model, [*_TOP_K]), (only or _ENGINES[0], _ENGINES)):
+        if given not in known:
+            raise ModelError(f"this benchmark has no {given[:40]!r}", hint=f"give one of {', '.join(known)}")
     result = Result()
     table = Table(title="tokens a CPU-second, batch 64, one thread", title_justify="left")
-    for column in ("prompts", "transformers", "engine", "without proofs", "ratio", "with proofs", "ratio"):
+    for column in (
+        "prompts",
+        "transformers",
+        "engine",
+        "without proofs",
+        "ratio",
+        "with proofs",
+        "ratio",
+        "of vLLM alone",
+    ):
         table.add_column(column)
+    runs = _runs(_job(model, quick=quick, group=1), only)
     for label, group in (("different", 1), ("groups of 8", GROUP)):
-        _measure(result, table, label, _job(model, quick=quick, group=group))
+        _measure(result, table, label, _job(model, quick=quick, group=group), runs)
     result.tables.append(table)
-    result.at_least("torch_different_ratio", SMOLLM2_RATIO if model == "smollm2" else DEMO_RATIO)
+    if not only:
+        result.at_least("torch_different_ratio", SMOLLM2_RATIO if model == "smollm2" else DEMO_RATIO)
+    if model == "smollm2" and _ALONE in runs:
+        result.at_least("vllm_different_of_alone", OF_ALONE_RATIO)
     return result
 
 
@@ -74,61 +96,102 @@ def _job(model: str, *, quick: bool, group: int) -> Job:
     return Job(model, model_directory("sort-digits"), prompts, 12 if quick else 48, 2 if quick else 15)
 
 
-def _measure(result: Result, table: Table, label: str, job: Job) -> None:
-    theirs = _transformers(job)
-    engines = {name: _engine(name, job) for name in ("torch", "vllm")}
-    runs: dict[str, list[float]] = {"transformers": []}
+def _runs(job: Job, only: str) -> dict[str, Run]:
+    """What is measured, each with the policy in memory."""
+    runs: dict[str, Run] = {} if only else {"transformers": _transformers(job)}
+    for name in [only] if only else _ENGINES:
+        run = _engine(name, job)
+        if run is not None:
+            runs |= {f"{name} plain": partial(run, 0), f"{name} proved": partial(run, _TOP_K[job.name])}
+    if "vllm plain" in runs:
+        runs[_ALONE] = _vllm_alone(job)
+    return runs
+
+
+def _measure(result: Result, table: Table, label: str, job: Job, runs: dict[str, Run]) -> None:
+    for run in runs.values():
+        run(job)
+    speeds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(job.rounds):
-        runs["transformers"].append(_speed(job, theirs))
-        for name, run in engines.items():
-            for kind, top_k in (("plain", 0), ("proved", _TOP_K[job.name])):
-                if run is not None:
-                    runs.setdefault(f"{name} {kind}", []).append(_speed(job, partial(run, top_k)))
-    for name, run in engines.items():
-        _record(result, table, (label, name), runs) if run is not None else table.add_row(
-            label, "", name, "not installed"
-        )
-    result.figures[f"transformers_{label.split()[0]}_tokens_per_cpu_s"] = max(runs["transformers"])
+        for name, run in runs.items():
+            speeds[name].append(_speed(job, run))
+    for name in _ENGINES:
+        if f"{name} plain" in speeds:
+            _record(result, table, (label, name), speeds)
+    if _ALONE in speeds:
+        _record_alone(result, table, label, speeds)
+    if "transformers" in speeds:
+        result.figures[f"transformers_{label.split()[0]}_tokens_per_cpu_s"] = max(speeds["transformers"])
 
 
 def _record(result: Result, table: Table, row: tuple[str, str], runs: dict[str, list[float]]) -> None:
     label, name = row
-    shown = [label, f"{max(runs['transformers']):,.0f}", name]
+    theirs = runs.get("transformers", [])
+    shown = [label, f"{max(theirs):,.0f}" if theirs else "", name]
     for kind, end in (("plain", ""), ("proved", "_proved")):
         speeds = runs[f"{name} {kind}"]
-        ratio = statistics.median(ours / theirs for ours, theirs in zip(speeds, runs["transformers"], strict=True))
         prefix = f"{name}_{label.split()[0]}"
-        result.figures |= {f"{prefix}_tokens_per_cpu_s{end}": max(speeds), f"{prefix}_ratio{end}": ratio}
-        shown += [f"{max(speeds):,.0f}", f"{ratio:.2f}"]
+        result.figures[f"{prefix}_tokens_per_cpu_s{end}"] = max(speeds)
+        shown.append(f"{max(speeds):,.0f}")
+        if theirs:
+            result.figures[f"{prefix}_ratio{end}"] = ratio = _ratio(speeds, theirs)
+            shown.append(f"{ratio:.2f}")
+        else:
+            shown.append("")
     table.add_row(*shown)
 
 
-def _speed(job: Job, run: Callable[[], Any]) -> float:
+def _record_alone(result: Result, table: Table, label: str, runs: dict[str, list[float]]) -> None:
+    """vLLM by itself, and what the engine with everything keeps of it."""
+    alone, prefix = runs[_ALONE], f"vllm_{label.split()[0]}"
+    share = _ratio(runs["vllm proved"], alone)
+    result.figures |= {f"{prefix}_alone_tokens_per_cpu_s": max(alone), f"{prefix}_of_alone": share}
+    table.add_row(label, "", _ALONE, f"{max(alone):,.0f}", "", "", "", f"{share:.2f}")
+
+
+def _ratio(speeds: list[float], others: list[float]) -> float:
+    return statistics.median(one / other for one, other in zip(speeds, others, strict=True))
+
+
+def _speed(job: Job, run: Run) -> float:
     started = time.process_time()
-    run()
+    run(job)
     return len(job.prompts) * job.new_tokens / (time.process_time() - started)
 
 
-def _engine(name: str, job: Job) -> Callable[[int], Any] | None:
+def _engine(name: str, job: Job) -> Callable[[int, Job], Any] | None:
     """None where it is not installed."""
     try:
         engine: Engine = engine_factory(name)(max_batch=BATCH)
     except ModelError:
         return None
     engine.load(job.model_dir)
-    engine.generate(job.requests, job.sampling(0))
-    return lambda top_k: engine.generate(job.requests, job.sampling(top_k))
+    return lambda top_k, job: engine.generate(job.requests, job.sampling(top_k))
 
 
-def _transformers(job: Job) -> Callable[[], Any]:
+def _vllm_alone(job: Job) -> Run:
+    """vLLM as anyone starts it, with the settings that the engine gives it."""
+    import vllm
+
+    from node.engines.vllm_engine import plain_arguments
+
+    llm = vllm.LLM(**plain_arguments(job.model_dir))
+    sampling = vllm.SamplingParams(temperature=1.0, max_tokens=job.new_tokens, ignore_eos=True, detokenize=False)
+
+    def run(job: Job) -> Any:
+        prompts = [vllm.TokensPrompt(prompt_token_ids=prompt) for prompt in job.prompts]
+        return llm.generate(prompts, sampling, use_tqdm=False)
+
+    return run
+
+
+def _transformers(job: Job) -> Run:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(str(job.model_dir), dtype=torch.float32)
-    tokens = torch.tensor(job.prompts)
     settings = {
-        "attention_mask": torch.ones_like(tokens),
         "do_sample": True,
         "top_k": 0,
         "top_p": 1.0,
@@ -141,9 +204,9 @@ def _transformers(job: Job) -> Callable[[], Any]:
         "return_dict_in_generate": True,
     }
 
-    def run() -> Any:
-        made = model.generate(tokens, **settings)
+    def run(job: Job) -> Any:
+        tokens = torch.tensor(job.prompts)
+        made = model.generate(tokens, attention_mask=torch.ones_like(tokens), **settings)
         return model.compute_transition_scores(made.sequences, made.scores, normalize_logits=True)
 
-    run()
     return run

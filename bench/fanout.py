@@ -6,6 +6,7 @@ and the relays' links carry it to everybody with a quarter to spare. 21 processe
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +14,7 @@ from typing import Any, Final
 from bench.cast import CastNode
 from bench.harness import Result
 from bench.links import Link, Links, make_links
-from bench.shardcast import random_policy, work_directory
+from bench.shardcast import SETTLE_S, random_policy, work_directory
 
 RELAYS: Final = 4
 CLIENTS: Final = 16
@@ -66,6 +67,7 @@ def measure(policy: Path, root: Path, links: Links) -> dict[str, Any]:
             node.wait_ready()
         origin = start("origin", relays=[relay.peer for relay in relays.values()]).wait_ready()
         connect(origin, relays, clients, links)
+        time.sleep(SETTLE_S)
         sent_before = links.sent("origin")
         origin.order(do="publish", path=str(policy), step=1)
         began = origin.wait("publishing", timeout_s=WAIT_S)["at"]

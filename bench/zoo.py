@@ -135,8 +135,8 @@ def _ask_all(result: Result, found: Mapping[str, Finding]) -> None:
 
 def _table(found: Mapping[str, Finding], title: str) -> Table:
     table = Table(title=title, title_justify="left")
-    table.add_column("cheat")
-    table.add_column("caught by")
+    table.add_column("cheat", overflow="fold")  # names and reasons are broken on a narrow terminal, never cut
+    table.add_column("caught by", overflow="fold")
     for column in ("first submission", "evicts", "one rollout", "rollouts needed", "tokens needed"):
         table.add_column(column, justify="right")
     for name, one in found.items():

@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import gc
 import logging
-from contextlib import AsyncExitStack
+import os
+import sys
+from contextlib import AsyncExitStack, closing
+from functools import partial
 from typing import Final
 
 import trio
 
 from node.assembly import InferenceKind, Node, Role, build_role
 from node.config import NodeConfig
+from node.dashboard.routes import Dashboard
+from node.dashboard.sources import Sources
 from node.datadir import DataDir
+from node.health import HealthWatch
+from node.homes import say_about, settle
 from node.identity import load_or_create_identity
-from node.logs import set_up_logging
+from node.logs import keep_log, set_up_logging
+from node.narrator import TerminalLine, narrate
+from node.oversight import Oversight, download_meter
+from node.preflight import require_ready
 from node.signals import leave_on_signal
 from node.status import StatusBoard, serve_status
 from p2p.bridge import AioThread
@@ -27,7 +37,9 @@ from protocol.identity import Identity
 
 log = logging.getLogger(__name__)
 
-LEAVE_DEADLINE_S: Final = 10.0
+LEAVE_GRACE_S: Final = 10.0
+"""For closing down after a role has left, before the process ends itself."""
+LOG_FILE: Final = "node.log"
 
 
 def run_node(config: NodeConfig, *, kind: InferenceKind | None = None) -> int:
@@ -35,14 +47,27 @@ def run_node(config: NodeConfig, *, kind: InferenceKind | None = None) -> int:
 
     `kind` makes an inference node a cheat, for simulations.
     """
-    set_up_logging(config.log_level)
+    terminal = TerminalLine.of(sys.stderr) if config.log_format == "text" else None
+    quiet = terminal is not None and config.log_level == "info"  # a person reads node.narrator's lines instead
+    set_up_logging(
+        config.log_level,
+        stream=terminal,
+        shown_level="warning" if quiet else None,
+        log_format=config.log_format,
+    )
     gc.freeze()  # what is imported stays: the collector need not look at it again and again
-    with DataDir(config.data_dir) as data:
+    settle(config.data_dir, os.environ)
+    with DataDir(config.data_dir) as data, closing(keep_log(data.path / LOG_FILE)):
+        require_ready(config)
         identity = load_or_create_identity(data.path, passphrase=config.passphrase.text)
+        say_about(data.path, role=config.role, run=config.run)
         try:
-            trio.run(_main, config, data, identity, kind or InferenceKind())
+            trio.run(partial(_main, config, data, identity, kind or InferenceKind(), terminal=terminal))
         except BaseExceptionGroup as group:
-            raise _one_node_error(group) or group from group
+            named = _one_node_error(group)
+            if named is None:
+                log.exception("the node ends with an error that has no name")
+            raise named or group from group
     return 0
 
 
@@ -57,24 +82,50 @@ def _one_node_error(group: BaseExceptionGroup[BaseException]) -> NodeError | Non
     return first if isinstance(first, NodeError) else None
 
 
-async def _main(config: NodeConfig, data: DataDir, identity: Identity, kind: InferenceKind) -> None:
+async def _main(
+    config: NodeConfig, data: DataDir, identity: Identity, kind: InferenceKind, *, terminal: TerminalLine | None
+) -> None:
     board = StatusBoard(role=config.role, peer_id=identity.peer_id, run=config.run)
     async with AsyncExitStack() as stack:
         aio = await stack.enter_async_context(AioThread())
-        http = await stack.enter_async_context(HttpClient(aio))
+        meter = download_meter(config, board, data.path)
+        http = await stack.enter_async_context(HttpClient(aio, budget=meter.budget))
         nursery = await stack.enter_async_context(trio.open_nursery())
         leaving = trio.Event()
-        await nursery.start(leave_on_signal, leaving.set)
-        await nursery.start(_show_board, board, aio, config, data)
+        await nursery.start(partial(leave_on_signal, leaving.set, grace_s=config.leave_deadline_s + LEAVE_GRACE_S))
+        nursery.start_soon(narrate, board, terminal)
+        sources = Sources(config.run_address)
+        oversight = Oversight(config, board, http, data_dir=data.path, meter=meter)
+        await nursery.start(oversight.run, aio)
+        await nursery.start(_show_board, board, aio, config, data, sources, oversight.health)
         log.info("start role=%s peer_id=%s data_dir=%s", config.role, identity.peer_id, data.path)
-        await _run_role(Node(config, data, identity, board, aio, http), kind, leaving)
+        try:
+            await _run_role(Node(config, data, identity, board, aio, http, sources), kind, leaving)
+        finally:
+            await oversight.finish()
         nursery.cancel_scope.cancel()
 
 
 async def _show_board(
-    board: StatusBoard, aio: AioThread, config: NodeConfig, data: DataDir, *, task_status: trio.TaskStatus[str]
+    board: StatusBoard,
+    aio: AioThread,
+    config: NodeConfig,
+    data: DataDir,
+    sources: Sources,
+    health: HealthWatch,
+    *,
+    task_status: trio.TaskStatus[str],
 ) -> None:
-    await serve_status(board, aio, data_dir=data.path, port=config.status_port, task_status=task_status)
+    dashboard = Dashboard(board, sources, log_path=data.path / "dashboard.log")
+    await serve_status(
+        board,
+        aio,
+        data_dir=data.path,
+        port=config.status_port,
+        dashboard=dashboard,
+        health=health,
+        task_status=task_status,
+    )
 
 
 async def _run_role(node: Node, kind: InferenceKind, leaving: trio.Event) -> None:
@@ -85,7 +136,7 @@ async def _run_role(node: Node, kind: InferenceKind, leaving: trio.Event) -> Non
         async def leave() -> None:
             await leaving.wait()
             if role is not None:
-                await role.leave(LEAVE_DEADLINE_S)
+                await role.leave(node.config.leave_deadline_s)
             nursery.cancel_scope.cancel()
 
         nursery.start_soon(leave)

@@ -17,25 +17,33 @@ from typing import Final, Protocol
 
 import trio
 
-from node.clock import now_ms
 from node.compute.process import ComputeProcess
 from node.compute.reader import RolloutReader
 from node.config import NodeConfig
+from node.dashboard import tokenizer
+from node.dashboard.sources import Sources, from_relay_store, from_relays
+from node.dashboard.watch import WatchParts, WatchRole
 from node.datadir import DataDir
 from node.feeds import Feeds
 from node.inference.outbox import Outbox
 from node.inference.role import InferenceParts, InferenceRole
-from node.ledger_file import LedgerFile
-from node.ledger_follow import LedgerFollower
+from node.ledger.follow import LedgerFollower
+from node.ledger.log import LedgerLog
+from node.ledger.witness import DIRECTORY as FORKS
+from node.ledger.witness import HEAD_FILE, ForkWitness
 from node.policies import Policies
+from node.progress import DownloadProgress
 from node.relay.desk import RelayDesk
 from node.relay.door import DoorLimits
 from node.relay.role import RelayParts, RelayRole
 from node.relay.store import RelayStore
+from node.run_create import require_model
+from node.run_pointer import run_pointer
 from node.run_show import load_run
 from node.status import StatusBoard
 from node.swarm import Swarm
 from node.trainer.collector import Collector
+from node.trainer.monitor import build_monitor
 from node.trainer.role import TrainerParts, TrainerRole
 from node.validator.docket import Docket
 from node.validator.duplicates import AnswerIndex
@@ -43,21 +51,22 @@ from node.validator.role import ValidatorParts, ValidatorRole
 from node.validator.suspicion import Suspicions
 from p2p.bridge import AioThread
 from p2p.contacts import Contacts
-from p2p.discovery import VALIDITY_S, P2PNode
+from p2p.discovery import P2PNode
 from p2p.http import HttpClient, HttpServer
 from p2p.shardcast.client import CheckpointClient
 from p2p.shardcast.fan_out import FanOut
 from p2p.shardcast.origin import OriginDoor, origin_routes
-from p2p.shardcast.patches import PatchStore, patch_routes
+from p2p.shardcast.patches import PatchStore
 from p2p.shardcast.store import CheckpointStore
 from p2p.tls import load_or_create_certificate
 from protocol.checkpoint import CheckpointRules
-from protocol.envelope import Signed, seal
+from protocol.envelope import Signed
 from protocol.errors import BootstrapError, ConfigError, NodeError, RelayError
 from protocol.identity import Identity, PeerId
 from protocol.ledger import LedgerState
-from protocol.records import Manifest, RunPointer, Submission, Verdict
+from protocol.records import Manifest, Submission, Verdict
 from protocol.run import RunAddress
+from trainer.recipe import load_recipe
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +87,8 @@ class Node:
     board: StatusBoard
     aio: AioThread
     http: HttpClient
+    sources: Sources
+    """What its dashboard shows."""
 
     @property
     def address(self) -> RunAddress:
@@ -120,6 +131,8 @@ async def build_role(node: Node, services: trio.Nursery, kind: InferenceKind) ->
             return await _validator(node, services)
         case "inference":
             return await _inference(node, services, kind)
+        case "watch":
+            return await _watch(node, services)
 
 
 async def _relay(node: Node, services: trio.Nursery) -> Role:
@@ -142,6 +155,9 @@ async def _relay(node: Node, services: trio.Nursery) -> Role:
     )
     desk = RelayDesk(node.address, node.identity, store=store, ledger_path=node.path("ledger"))
     checkpoints = CheckpointStore(node.data.sub("checkpoints"))
+    node.sources.ledger = lambda: desk.ledger.state if desk.ledger else None
+    node.sources.obtain = from_relay_store(store)
+    node.sources.tokenizer = tokenizer.of_newest_policy(checkpoints)
     return RelayRole(
         RelayParts(
             run=node.address,
@@ -171,6 +187,8 @@ def _door_limits(config: NodeConfig) -> DoorLimits:
         requests_per_s=config.requests_per_s,
         bytes_per_s=config.bytes_per_s,
         upload_bytes_per_s=config.upload_bytes_per_s,
+        relay_requests_per_s=config.relay_requests_per_s,
+        relay_bytes_per_s=config.relay_bytes_per_s,
         address_requests_per_s=config.address_requests_per_s,
         address_bytes_per_s=config.address_bytes_per_s,
         bytes_per_day=config.bytes_per_day,
@@ -181,16 +199,20 @@ def _door_limits(config: NodeConfig) -> DoorLimits:
 async def _inference(node: Node, services: trio.Nursery, kind: InferenceKind) -> Role:
     compute = await _compute(node, services, kind.module, kind.args)
     _, swarm = await _swarm(node, services)
+    outbox = Outbox(node.path("outbox.sqlite"))
+    services.start_soon(node.sources.follow, partial(_follower, node, swarm, _witness(node, swarm)))
+    node.sources.obtain = from_relays(swarm, node.data.sub("shown"), own=outbox)
     return kind.new_role(
         InferenceParts(
             identity=node.identity,
             swarm=swarm,
             policies=await _policies(node, services, swarm),
             compute=compute,
-            outbox=Outbox(node.path("outbox.sqlite")),
+            outbox=outbox,
             feeds=await _feeds(node, services, swarm, kinds=[Verdict.KIND], about=node.identity.peer_id, keep=True),
             board=node.board,
             work_dir=node.data.sub("rollouts"),
+            tests_itself=kind == InferenceKind(),
         )
     )
 
@@ -201,9 +223,10 @@ async def _validator(node: Node, services: trio.Nursery) -> Role:
     reader = await _reader(node, services)
     _, swarm = await _swarm(node, services)
     _require_validator(swarm.manifest, node.identity.peer_id, node.config)
-    manifest = swarm.manifest
-    ledger = LedgerFollower(swarm, LedgerFile(node.path("ledger"), LedgerState(manifest.id, manifest.record)))
+    ledger = _follower(node, swarm, _witness(node, swarm))
     await services.start(ledger.run)
+    node.sources.ledger = lambda: ledger.state
+    node.sources.obtain = from_relays(swarm, node.data.sub("shown"))
     return ValidatorRole(
         ValidatorParts(
             identity=node.identity,
@@ -229,16 +252,19 @@ async def _trainer(node: Node, services: trio.Nursery) -> Role:
     compute = await _compute(
         node, services, "node.trainer.compute", [str(node.data.sub("training")), str(run_dir / "recipe.toml")]
     )
-    ledger = LedgerFile(node.path("ledger"), LedgerState(manifest.id, manifest.record))
+    ledger = LedgerLog(node.path("ledger"), LedgerState(manifest.id, manifest.record))
     store = CheckpointStore(node.data.sub("checkpoints"), keep=manifest.record.batch.max_staleness + SPARE_CHECKPOINTS)
     door = OriginDoor()
     certificate = load_or_create_certificate(node.data.path)
     origin = HttpServer(
         node.aio,
-        [
-            *origin_routes(store, ledger.entries, fan_out=FanOut(door.holder, node.config.fan_out)),
-            *patch_routes(PatchStore(store, node.data.sub("patches"))),
-        ],
+        origin_routes(
+            store,
+            ledger.entries,
+            segments=ledger,
+            patches=PatchStore(store, node.data.sub("patches")),
+            fan_out=FanOut(door.holder, node.config.fan_out),
+        ),
         host=node.config.http_host,
         port=node.config.http_port,
         certificate=certificate,
@@ -246,8 +272,11 @@ async def _trainer(node: Node, services: trio.Nursery) -> Role:
     )
     address = await services.start(origin.run)
     p2p, swarm = await _swarm(node, services, manifest)
-    services.start_soon(p2p.publish_run, partial(_run_pointer, node.identity, manifest))
+    services.start_soon(p2p.publish_run, partial(run_pointer, node.identity, manifest))
     feeds = await _feeds(node, services, swarm, kinds=[Submission.KIND, Verdict.KIND], keep=False)
+    node.sources.ledger = lambda: ledger.state
+    node.sources.obtain = from_relays(swarm, node.data.sub("shown"))
+    node.sources.tokenizer = tokenizer.of_newest_policy(store)
     return TrainerRole(
         TrainerParts(
             identity=node.identity,
@@ -258,6 +287,13 @@ async def _trainer(node: Node, services: trio.Nursery) -> Role:
             collector=Collector(node.identity, ledger, feeds, node.data.sub("rollouts")),
             compute=compute,
             reader=await _reader(node, services),
+            monitor=await build_monitor(
+                node.data.sub("metrics"),
+                manifest,
+                load_recipe(run_dir / "recipe.toml"),
+                board=node.board,
+                start=partial(_compute, node, services, essential=False),
+            ),
             board=node.board,
             origin_url=node.config.public_url or address.url,
             origin_fingerprint=certificate.fingerprint,
@@ -265,6 +301,27 @@ async def _trainer(node: Node, services: trio.Nursery) -> Role:
             discovery_state=lambda: p2p.bootstrap_state,
         )
     )
+
+
+async def _watch(node: Node, services: trio.Nursery) -> Role:
+    _, swarm = await _swarm(node, services)
+    services.start_soon(node.sources.follow, partial(_follower, node, swarm, _witness(node, swarm)))
+    node.sources.obtain = from_relays(swarm, node.data.sub("shown"))
+    node.sources.tokenizer = tokenizer.from_relays(swarm, node.http, node.data.sub("tokenizer"))
+    return WatchRole(WatchParts(swarm=swarm, sources=node.sources, board=node.board))
+
+
+def _follower(node: Node, swarm: Swarm, witness: ForkWitness) -> LedgerFollower:
+    manifest = swarm.manifest
+    ledger = LedgerLog(node.path("ledger"), LedgerState(manifest.id, manifest.record), mends=True)
+    return LedgerFollower(swarm, ledger, witness)
+
+
+def _witness(node: Node, swarm: Swarm) -> ForkWitness:
+    """Heads that contradict each other are noticed by every role that sees heads."""
+    witness = ForkWitness(swarm.manifest, node.path(FORKS), board=node.board, keep_head=node.path("ledger") / HEAD_FILE)
+    swarm.on_head(witness.see)
+    return witness
 
 
 async def _swarm(node: Node, services: trio.Nursery, manifest: Signed[Manifest] | None = None) -> tuple[P2PNode, Swarm]:
@@ -345,8 +402,11 @@ async def _explaining(board: StatusBoard, waits_for: Callable[[], str]) -> Async
 
 async def _policies(node: Node, services: trio.Nursery, swarm: Swarm) -> Policies:
     store = CheckpointStore(
-        node.data.sub("checkpoints"), keep=swarm.manifest.record.batch.max_staleness + SPARE_CHECKPOINTS
+        node.data.sub("checkpoints"),
+        keep=swarm.manifest.record.batch.max_staleness + SPARE_CHECKPOINTS,
+        max_bytes=node.config.policies_quota_bytes,
     )
+    node.board.details(policies_quota=node.config.policies_quota_bytes, policies_bytes=store.held_bytes)
     client = CheckpointClient(
         node.http,
         store,
@@ -354,8 +414,10 @@ async def _policies(node: Node, services: trio.Nursery, swarm: Swarm) -> Policie
         swarm.sources,
         on_bytes=swarm.downloaded,
         on_misdeed=swarm.bad_download,
+        on_progress=DownloadProgress(node.board),
     )
-    policies = Policies(store, client, swarm, node.board)
+    policies = Policies(store, client, swarm, node.board, budget=node.http.budget)
+    node.sources.tokenizer = tokenizer.of_newest_policy(store)
     await services.start(policies.run)
     return policies
 
@@ -370,14 +432,17 @@ async def _feeds(
 
 
 async def _compute(
-    node: Node, services: trio.Nursery, module: str, args: Sequence[str] = (), *, log_name: str = "compute.log"
+    node: Node,
+    services: trio.Nursery,
+    module: str,
+    args: Sequence[str] = (),
+    *,
+    log_name: str = "compute.log",
+    essential: bool = True,
 ) -> ComputeProcess:
+    """A compute process under way. One that is `essential` ends the node where it cannot be started."""
     config = node.config
-    settings = {
-        "INTELLECT_THREADS": str(config.threads),
-        "INTELLECT_DTYPE": config.dtype,
-        "INTELLECT_DEVICE": config.device,
-    }
+    settings = {**config.engine_settings, "INTELLECT_CAPACITY_FILE": str(node.path("capacity.json"))}
     compute = ComputeProcess(
         module,
         name=f"{node.config.role} {log_name.removesuffix('.log')}",
@@ -387,7 +452,8 @@ async def _compute(
         threads=config.threads,
     )
     await services.start(compute.run)
-    services.start_soon(compute.wait_first_start)
+    if essential:
+        services.start_soon(compute.wait_first_start)
     return compute
 
 
@@ -405,6 +471,7 @@ def _own_run(node: Node) -> Signed[Manifest]:
             f"the trainer of {node.address} is {manifest.record.trainer_id}, not this node, {node.identity.peer_id}",
             hint="start the trainer with the data directory that `intellect-node run create` was given",
         )
+    require_model(node.path("run") / "policy-0", manifest.record.model)
     return manifest
 
 
@@ -419,15 +486,3 @@ def _require_validator(manifest: Signed[Manifest], peer_id: PeerId, config: Node
             f"a validator computes in float32, not {config.dtype}: the run's limits are distances from that",
             hint="start it without --dtype",
         )
-
-
-def _run_pointer(identity: Identity, manifest: Signed[Manifest], sequence: int) -> bytes:
-    issued_at_ms = now_ms()
-    pointer = RunPointer(
-        name=manifest.record.name,
-        sequence=sequence,
-        issued_at_ms=issued_at_ms,
-        valid_until_ms=issued_at_ms + int(VALIDITY_S * 1000),
-        manifest=manifest.data,
-    )
-    return seal(pointer, identity)

@@ -28,7 +28,7 @@ from protocol.atomic import write_atomically
 from protocol.errors import ConfigError
 from protocol.identity import PeerId
 from protocol.records import Manifest, Tolerance
-from trainer.recipe import load_recipe
+from trainer.recipe import Recipe, load_recipe
 
 LABELS: Final = {
     "max_exponent_mismatches": "chunk exponents",
@@ -55,7 +55,11 @@ TIGHT_MEAN: Final = 0.9
 _PLOT_BINS: Final = 10
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 
-Outcome = Literal["safe", "tight", "would be rejected"]
+SURE: Final = 0.02
+"""With 95 % confidence at most this share of answers would be rejected: more answers must have been tried for less."""
+CONFIDENCE: Final = 0.95
+
+Outcome = Literal["safe", "tight", "too few to say", "would be rejected"]
 Say = Callable[[str], None]
 
 
@@ -104,6 +108,9 @@ class Calibration(msgspec.Struct, frozen=True):
 
     outcome: Outcome
     advice: str
+    answers: int
+    at_most: float
+    """Share of answers that would be rejected, at most, with 95 % confidence, if none of these was."""
     made_at_ms: int
     software: str
     run: str
@@ -134,14 +141,18 @@ def calibrate(plan: Plan, say: Say) -> Calibration:
 
     Raises ConfigError, DataDirError, ModelError or ComputeError.
     """
+    calibration = _summary(plan, *measure_plan(plan, say))
+    write_atomically(plan.data_dir / FILE, msgspec.json.format(msgspec.json.encode(calibration)) + b"\n")
+    return calibration
+
+
+def measure_plan(plan: Plan, say: Say) -> tuple[Manifest, Path, list[dict[str, Any]]]:
+    """The run's rules, the policy, and what was measured with each batch size. Raises as `calibrate` does."""
     if plan.rollouts < len(BATCHES):
         raise ConfigError(f"--rollouts {plan.rollouts} is too few", hint=f"give at least {len(BATCHES)}")
     manifest, model_dir = _subject(plan)
     make_directory(plan.data_dir)
-    found = trio.run(_measure, plan, manifest, model_dir, say)
-    calibration = _summary(plan, manifest, model_dir, found)
-    write_atomically(plan.data_dir / FILE, msgspec.json.format(msgspec.json.encode(calibration)) + b"\n")
-    return calibration
+    return manifest, model_dir, trio.run(_measure, plan, manifest, model_dir, say)
 
 
 def _subject(plan: Plan) -> tuple[Manifest, Path]:
@@ -149,19 +160,23 @@ def _subject(plan: Plan) -> tuple[Manifest, Path]:
     if plan.recipe is not None:
         recipe = load_recipe(plan.recipe)
         model_dir = plan.model or model_directory(recipe.model.source)
-        nobody = PeerId(bytes(32))
-        manifest = manifest_from_recipe(
-            recipe,
-            model_dir,
-            trainer=nobody,
-            validators=[nobody],
-            name=recipe.name,
-            issued_at_ms=0,
-            recipe_digest=bytes(32),
-        )
-        return manifest, model_dir
+        return manifest_of_recipe(recipe, model_dir), model_dir
     run = held_run(plan.data_dir, plan.run)
     return run.record, plan.model or newest_policy(plan.data_dir, run.id).path
+
+
+def manifest_of_recipe(recipe: Recipe, model_dir: Path) -> Manifest:
+    """The rules that a recipe's run would have, signed by nobody."""
+    nobody = PeerId(bytes(32))
+    return manifest_from_recipe(
+        recipe,
+        model_dir,
+        trainer=nobody,
+        validators=[nobody],
+        name=recipe.name,
+        issued_at_ms=0,
+        recipe_digest=bytes(32),
+    )
 
 
 async def _measure(plan: Plan, manifest: Manifest, model_dir: Path, say: Say) -> list[dict[str, Any]]:
@@ -201,9 +216,14 @@ def _summary(plan: Plan, manifest: Manifest, model_dir: Path, found: Sequence[di
     samples = [msgspec.convert(one, Sample) for one in found]
     reasons = [reason for sample in samples for reason in sample.rejected]
     outcome, advice = judge(quantities, reasons, dtype=plan.dtype, listed=sorted(manifest.tolerances))
+    answers = sum(sample.rollouts for sample in samples)
+    if outcome == "safe" and most_rejected(answers) > SURE:
+        outcome, advice = "too few to say", f"calibrate again with --rollouts {_answers_needed()} or more"
     return Calibration(
         outcome=outcome,
         advice=advice,
+        answers=answers,
+        at_most=most_rejected(answers),
         made_at_ms=now_ms(),
         software=SOFTWARE,
         run=manifest.name,
@@ -256,6 +276,15 @@ def judge(
     return "safe", f"start the node with --dtype {dtype}"
 
 
+def most_rejected(answers: int) -> float:
+    """The share p of answers that would be rejected, at most, where none of n was: (1 - p)^n = 1 - confidence."""
+    return float(1 - (1 - CONFIDENCE) ** (1 / answers))
+
+
+def _answers_needed() -> int:
+    return int(np.ceil(np.log(1 - CONFIDENCE) / np.log(1 - SURE)))
+
+
 def _tight_from(each: Quantity) -> float:
     return TIGHT_MEAN if each.name.startswith("honest_") else TIGHT_MAXIMUM
 
@@ -299,5 +328,16 @@ def plot(counts: Sequence[int]) -> str:
 
 
 def _outcome(calibration: Calibration) -> Text:
-    style = {"safe": "bold green", "tight": "bold yellow", "would be rejected": "bold red"}[calibration.outcome]
-    return Text.assemble((calibration.outcome, style), f"\n  next: {calibration.advice}")
+    style = {"safe": "bold green", "would be rejected": "bold red"}.get(calibration.outcome, "bold yellow")
+    return Text.assemble((calibration.outcome, style), f": {how_sure(calibration)}\n  next: {calibration.advice}")
+
+
+def how_sure(calibration: Calibration) -> str:
+    """What the number of answers allows to say."""
+    rejected = sum(len(sample.rejected) for sample in calibration.samples)
+    if rejected:
+        return f"validators would reject {rejected} of the submissions that these {calibration.answers} answers make"
+    return (
+        f"none of {calibration.answers} answers would be rejected, so with 95 % confidence at most "
+        f"{calibration.at_most:.2%} of all would be"
+    )

@@ -1,8 +1,9 @@
 """Settings of one node: every field, its meaning and its default, in one place.
 
-Sources, weakest first: defaults, a TOML file (`--config`), environment variables `INTELLECT_<FIELD>`, the command
+Sources, weakest first: defaults, a TOML file (`--config`), environment variables `INTELLECT_NODE_<FIELD>`, the command
 line. A key that no source may set is refused with the nearest known name. Protocol constants are not settings
-(protocol.constants), nor is what a run's manifest fixes.
+(protocol.constants), nor is what a run's manifest fixes. The command line's flags are made from the types here
+(node.commands.settings), and so is the page that lists them.
 """
 
 from __future__ import annotations
@@ -15,20 +16,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_type_hints
+from typing import Annotated, Any, Final, Literal, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
 
+from node.config_checks import check_addresses, check_run
+from node.homes import default_home, expand
 from p2p.shardcast.fan_out import FAN_OUT
-from protocol.errors import ConfigError, MalformedError
-from protocol.identity import PeerId
+from protocol.errors import ConfigError
 from protocol.run import RunAddress
 
-ENV_PREFIX: Final = "INTELLECT_"
+ENV_PREFIX: Final = "INTELLECT_NODE_"
+_OLD_PREFIX: Final = "INTELLECT_"
 MAX_FILE_BYTES: Final = 1 << 20
 
-Role = Literal["trainer", "relay", "inference", "validator"]
+Role = Literal["trainer", "relay", "inference", "validator", "watch"]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Host = Annotated[str, Meta(min_length=1, max_length=255)]
 
@@ -52,7 +55,9 @@ class Secret:
 class NodeConfig(Struct, frozen=True, kw_only=True):
     """Everything that may differ between nodes of one run. Built by `resolve`, once."""
 
-    role: Annotated[Role, Meta(description="What this node does: trainer, relay, inference or validator.")]
+    role: Annotated[
+        Role, Meta(description="What this node does: trainer, relay, inference, validator; watch only looks on.")
+    ]
     run: Annotated[str, Meta(description="Address of the run, <operator peer id>/<name>.")]
     bootstrap: Annotated[
         tuple[str, ...],
@@ -63,7 +68,7 @@ class NodeConfig(Struct, frozen=True, kw_only=True):
     ] = ()
     data_dir: Annotated[
         Path, Meta(description="Directory of this node's key and state; one node at a time uses it.")
-    ] = Path("~/.intellect-node")
+    ] = Path("~/.local/share/intellect-node/<role>-<run>")
     listen: Annotated[
         tuple[str, ...], Meta(description="Multiaddrs that a relay listens on for other peers (DHT).")
     ] = ("/ip4/0.0.0.0/tcp/8471",)
@@ -103,9 +108,36 @@ class NodeConfig(Struct, frozen=True, kw_only=True):
     device: Annotated[
         str, Meta(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$", description="Where the policy is run: cpu, cuda or cuda:<n>.")
     ] = "cpu"
+    engine: Annotated[
+        Literal["torch", "transformers", "vllm"],
+        Meta(
+            description="What generates: torch (built in; transformers' own models where it must), transformers "
+            "(always those), or vllm (pip install 'intellect-node[vllm]')."
+        ),
+    ] = "torch"
+    tensor_parallel: Annotated[
+        int,
+        Meta(ge=1, le=64, description="GPUs, from the device on, that share the policy; more than 1 with vllm only."),
+    ] = 1
+    max_memory: Annotated[
+        str,
+        Meta(
+            pattern=r"^([0-9]{1,6}(\.[0-9]{1,3})?(MB|GB|MiB|GiB))?$",
+            description="Memory that the compute process may take for policy and answers, for example 8GiB: the "
+            "device's, or this machine's on a CPU. Empty: most of what is free.",
+        ),
+    ] = ""
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least important messages that are logged.")
     ] = "info"
+    leave_deadline_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=3600,
+            description="Seconds that a node takes to finish and hand in what is under way, when it is asked to leave.",
+        ),
+    ] = 30.0
     stay: Annotated[bool, Meta(description="Whether a relay keeps serving after its run has finished.")] = False
     disk_quota_bytes: Annotated[
         int, Meta(ge=1 << 20, description="Bytes of rollout files that a relay stores; more is refused: disk-full.")
@@ -127,6 +159,14 @@ class NodeConfig(Struct, frozen=True, kw_only=True):
         int,
         Meta(ge=0, description="Bytes a second that a relay takes from one identity in the long run; 0: no limit."),
     ] = 32 << 20
+    relay_requests_per_s: Annotated[
+        float,
+        Meta(ge=0, description="Requests a second that a relay takes from another relay of its run; 0: no limit."),
+    ] = 400.0
+    relay_bytes_per_s: Annotated[
+        int,
+        Meta(ge=0, description="Bytes a second that a relay sends to another relay of its run; 0: no limit."),
+    ] = 512 << 20
     address_requests_per_s: Annotated[
         float, Meta(ge=0, description="Requests a second that a relay takes from one IP address; 0: no limit.")
     ] = 1000.0
@@ -150,7 +190,7 @@ class NodeConfig(Struct, frozen=True, kw_only=True):
         Meta(
             ge=1,
             le=1024,
-            description="Relays that fetch one checkpoint from a trainer; the others get it from them. Its upload for "
+            description="Relays that get a shard from the trainer itself; the others get it from them. Its upload for "
             "each checkpoint is at most so many times the checkpoint.",
         ),
     ] = FAN_OUT
@@ -158,17 +198,112 @@ class NodeConfig(Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         Meta(description="Peer ids that a relay lets in beside the run's trainer and validators; empty: everyone."),
     ] = ()
+    download_bytes_per_s: Annotated[
+        int, Meta(ge=0, description="Bytes a second that a contributor or validator downloads; 0: no limit.")
+    ] = 0
+    download_bytes_per_day: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Bytes a day (UTC) after which it begins no other checkpoint until midnight; the one under way "
+            "is finished. 0: no limit.",
+        ),
+    ] = 0
+    policies_quota_bytes: Annotated[
+        int,
+        Meta(ge=0, description="Bytes of checkpoints that it keeps on its disk, the newest one always; 0: no limit."),
+    ] = 0
+    log_format: Annotated[
+        Literal["text", "json"],
+        Meta(description="How log lines are written to stderr: text, or json with one object a line."),
+    ] = "text"
+    metrics_listen: Annotated[
+        str,
+        Meta(
+            max_length=100,
+            pattern=r"^(\S+:[0-9]{1,5})?$",
+            description="Address and port at which /metrics and /health are served to other machines too, for example "
+            "0.0.0.0:9464. Empty: on the status port of 127.0.0.1 alone.",
+        ),
+    ] = ""
+    stall_after_s: Annotated[
+        float,
+        Meta(ge=0, description="Seconds without any change after which a node says that it is stalled; 0: never."),
+    ] = 1800.0
+    webhooks: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="URLs that are told when this node is evicted, stalls, recovers, or has a new checkpoint: "
+            "https, or http on this computer."
+        ),
+    ] = ()
+    webhook_secret: Annotated[
+        Secret, Meta(description="Key of the signature on webhook calls, from the environment only; empty: unsigned.")
+    ] = Secret()
     passphrase: Annotated[
         Secret, Meta(description="Passphrase of the key file, from the environment only; empty: not encrypted.")
     ] = Secret()
+
+    @property
+    def max_memory_bytes(self) -> int:
+        """`max_memory` as a number; 0: not limited."""
+        match = re.fullmatch(r"([0-9.]+)(.*)", self.max_memory)
+        return int(float(match[1]) * _UNITS[match[2]]) if match else 0
+
+    @property
+    def engine_settings(self) -> dict[str, str]:
+        """What a compute process is told, as its environment (node.engines.registry)."""
+        return {
+            "INTELLECT_THREADS": str(self.threads),
+            "INTELLECT_DTYPE": self.dtype,
+            "INTELLECT_DEVICE": self.device,
+            "INTELLECT_ENGINE": self.engine,
+            "INTELLECT_MAX_MEMORY_BYTES": str(self.max_memory_bytes),
+            "INTELLECT_TENSOR_PARALLEL": str(self.tensor_parallel),
+        }
 
     @property
     def run_address(self) -> RunAddress:
         return RunAddress.parse(self.run)
 
 
-_LISTS: Final = ("bootstrap", "listen", "announce", "allow")
-_ENV_ONLY: Final = ("passphrase",)
+GROUPS: Final = {
+    "Joining": (
+        "role",
+        "run",
+        "bootstrap",
+        "data_dir",
+        "join_timeout_s",
+        "leave_deadline_s",
+        "log_level",
+        "status_port",
+    ),
+    "Computing": ("threads", "dtype", "device", "engine", "tensor_parallel", "max_memory"),
+    "Serving (relays; the trainer's origin)": (
+        *("listen", "announce", "http_host", "http_port", "public_url", "stay", "allow", "fan_out"),
+    ),
+    "Limits of contributors and validators": ("download_bytes_per_s", "download_bytes_per_day", "policies_quota_bytes"),
+    "Watching": ("log_format", "metrics_listen", "stall_after_s", "webhooks"),
+    "Limits of a relay": (
+        *("disk_quota_bytes", "node_quota_bytes", "step_quota_bytes", "requests_per_s", "bytes_per_s"),
+        *("upload_bytes_per_s", "relay_requests_per_s", "relay_bytes_per_s", "address_requests_per_s"),
+        *("address_bytes_per_s", "connections_per_address", "bytes_per_day"),
+    ),
+}
+"""What belongs together, for people; a setting that is in none is shown under OTHER_GROUP."""
+OTHER_GROUP: Final = "Other settings"
+_COUNTED_IN: Final = {
+    "requests_per_s": "requests a second",
+    "bytes_per_s": "bytes a second",
+    "bytes_per_day": "bytes a day",
+    "_bytes": "bytes",
+    "_s": "seconds",
+    "_port": "TCP port",
+    "threads": "threads",
+}
+_UNITS: Final = {"MB": 10**6, "GB": 10**9, "MiB": 1 << 20, "GiB": 1 << 30}
+_LISTS: Final = ("bootstrap", "listen", "announce", "allow", "webhooks")
+_ENV_ONLY: Final = ("passphrase", "webhook_secret")
 
 
 @dataclass(frozen=True)
@@ -191,14 +326,22 @@ class Resolved:
 
 
 def resolve(
-    command_line: Mapping[str, Any], *, file: Path | None = None, environ: Mapping[str, str] | None = None
+    command_line: Mapping[str, Any],
+    *,
+    file: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    remembered: Mapping[str, Any] | None = None,
 ) -> Resolved:
-    """Merge all sources and check every value. `command_line` holds the flags that were given. Raises ConfigError."""
+    """Merge all sources and check every value. `command_line` holds the flags that were given. Raises ConfigError.
+
+    `remembered` is what a data directory says of itself, weaker than what anybody says now.
+    """
     values, sources = _defaults()
     for source, layer in (
+        ("the data directory", remembered or {}),
         *_file_layer(file),
         *_environment_layer(os.environ if environ is None else environ),
-        *((f"--{name.replace('_', '-')}", {name: value}) for name, value in command_line.items()),
+        *((flag(name), {name: value}) for name, value in command_line.items()),
     ):
         for name, value in layer.items():
             values[name] = _convert(name, value, source)
@@ -206,18 +349,26 @@ def resolve(
     for name in ("role", "run"):
         if name not in values:
             raise ConfigError(f"no {name} is given", hint=_MISSING[name])
-    return Resolved(_checked(values, sources), sources)
+    return Resolved(_built(values, sources, os.environ if environ is None else environ), sources)
+
+
+def _built(values: Mapping[str, Any], sources: Mapping[str, str], environ: Mapping[str, str]) -> NodeConfig:
+    address = check_run(values["run"], sources["run"])
+    chosen = sources["data_dir"] != "default"
+    path = expand(values["data_dir"]) if chosen else default_home(values["role"], address, environ)
+    config = NodeConfig(**{**values, "data_dir": path})
+    check_addresses(config, sources)
+    return config
 
 
 def passphrase_from(environ: Mapping[str, str]) -> str:
     """The passphrase of the key file, for commands that need nothing else; empty when there is none."""
-    return environ.get(ENV_PREFIX + "PASSPHRASE", "")
+    return environ.get(variable("passphrase"), "")
 
 
-def default_data_dir(environ: Mapping[str, str]) -> Path:
-    """The data directory of commands that need no other setting."""
-    default = environ.get(ENV_PREFIX + "DATA_DIR") or str(_defaults()[0]["data_dir"])
-    return Path(default).expanduser()
+def file_settings(file: Path) -> dict[str, Any]:
+    """What a file sets, not yet checked against types. Raises ConfigError for an unreadable one or unknown keys."""
+    return _file_layer(file)[0][1]
 
 
 _MISSING: Final = {
@@ -249,7 +400,7 @@ def _file_layer(file: Path | None) -> list[tuple[str, dict[str, Any]]]:
         if name in _ENV_ONLY:
             raise ConfigError(
                 f"{name} may not stand in {source}, where others could read it",
-                hint=f"set the environment variable {ENV_PREFIX}{name.upper()}",
+                hint=f"set the environment variable {variable(name)}",
             )
         _require_known(name, name, source, _field_types().keys() - set(_ENV_ONLY))
     return [(source, layer)]
@@ -257,15 +408,25 @@ def _file_layer(file: Path | None) -> list[tuple[str, dict[str, Any]]]:
 
 def _environment_layer(environ: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
     layers = []
-    for variable, text in environ.items():
-        if not variable.startswith(ENV_PREFIX):
+    for key, text in environ.items():
+        if not key.startswith(ENV_PREFIX):
+            _refuse_old_name(key)
             continue
-        name = variable.removeprefix(ENV_PREFIX).lower()
-        known = {ENV_PREFIX + field.upper() for field in _field_types()}
-        _require_known(name, variable, "the environment", known)
+        name = key.removeprefix(ENV_PREFIX).lower()
+        _require_known(name, key, "the environment", {variable(field) for field in _field_types()})
         value = [part.strip() for part in text.split(",") if part.strip()] if name in _LISTS else text
-        layers.append((variable, {name: value}))
+        layers.append((key, {name: value}))
     return layers
+
+
+def _refuse_old_name(key: str) -> None:
+    """A setting without the whole prefix would be passed over in silence."""
+    name = key.removeprefix(_OLD_PREFIX).lower()
+    if key.startswith(_OLD_PREFIX) and name in _field_types():
+        raise ConfigError(
+            f"{key} in the environment is no setting; did you mean {variable(name)}?",
+            hint=f"unset {key}, or rename it to {variable(name)}",
+        )
 
 
 def _require_known(name: str, shown: str, source: str, known: set[str]) -> None:
@@ -310,60 +471,31 @@ def default_text(name: str) -> str:
     return "" if default is None or isinstance(default, bool | Secret) else str(default)
 
 
-def _checked(values: dict[str, Any], sources: Mapping[str, str]) -> NodeConfig:
-    """What a type cannot say."""
-    config = NodeConfig(**{**values, "data_dir": values["data_dir"].expanduser().absolute()})
-    try:
-        RunAddress.parse(config.run)
-    except MalformedError as error:
-        raise ConfigError(f"run from {sources['run']}: {error.message}", hint=error.hint) from error
-    for text in config.allow:
-        _check_peer_id(text, sources["allow"])
-    for address in config.bootstrap:
-        _check_bootstrap(address, sources["bootstrap"])
-    for address in config.listen:
-        if not re.match(r"^/(ip4|ip6|dns4|dns6)/[^/]+/tcp/[0-9]+$", address):
-            raise ConfigError(
-                f"listen from {sources['listen']}: {address[:120]!r} is no TCP multiaddr",
-                hint="write /ip4/<address>/tcp/<port>, for example /ip4/0.0.0.0/tcp/8471",
-            )
-    for address in config.announce:
-        _check_announce(address, sources["announce"])
-    return config
+def kind_of(name: str) -> type:
+    """How a setting is written: str (texts, names and paths), int, float, bool or tuple (of texts)."""
+    plain = _field_types()[name].__origin__
+    known = next((kind for kind in (bool, int, float) if plain is kind), str)
+    return tuple if get_origin(plain) is tuple else known
 
 
-def _check_announce(address: str, source: str) -> None:
-    match = re.match(r"^/(ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/([0-9]+)$", address)
-    if match is None or match[2] in ("0.0.0.0", "::") or int(match[3]) == 0:
-        raise ConfigError(
-            f"announce from {source}: nobody can dial {address[:120]!r}",
-            hint="write the address and port that others reach this relay at, for example /ip4/203.0.113.7/tcp/8471",
-        )
+def unit(name: str) -> str:
+    """What a number is counted in, which its name ends with; empty for other settings."""
+    return next((said for ending, said in _COUNTED_IN.items() if name.endswith(ending)), "")
 
 
-def _check_peer_id(text: str, source: str) -> None:
-    try:
-        PeerId.parse(text)
-    except MalformedError as error:
-        raise ConfigError(
-            f"allow from {source}: {error.message}", hint="write peer ids, as `intellect-node id` prints them"
-        ) from error
+def group(name: str) -> str:
+    """The part of the settings that one belongs to, for help and documentation."""
+    return next((title for title, names in GROUPS.items() if name in names), OTHER_GROUP)
 
 
-def _check_bootstrap(address: str, source: str) -> None:
-    if address.startswith("@") or re.match(r"^/dnsaddr/[A-Za-z0-9_.-]{1,253}(/p2p/[1-9A-HJ-NP-Za-km-z]+)?$", address):
-        return  # what stands there is looked at when the node starts
-    transport, found, peer = address.rpartition("/p2p/")
-    try:
-        if not found or not re.match(r"^/(ip4|ip6|dns|dns4|dns6)/[^/]+/tcp/[0-9]+$", transport):
-            raise MalformedError("it has no /tcp/<port> or no /p2p/<peer id>")
-        PeerId.parse(peer)
-    except MalformedError as error:
-        raise ConfigError(
-            f"bootstrap from {source}: {address[:120]!r} is no address of a peer: {error.message}",
-            hint="write /ip4/<address>/tcp/<port>/p2p/<peer id>, as a relay prints it when it starts, "
-            "or /dnsaddr/<name>, or @<file>",
-        ) from error
+def flag(name: str) -> str:
+    """A setting on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def variable(name: str) -> str:
+    """A setting in the environment."""
+    return ENV_PREFIX + name.upper()
 
 
 def _toml(value: Any) -> str:

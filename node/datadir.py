@@ -1,6 +1,8 @@
 """A node's directory: made for its owner alone, used by one node at a time, of a known layout.
 
-The lock is the kernel's (flock): it ends with the process that holds it, however that process ends.
+The lock is the kernel's (flock): it ends with the process that holds it, however that process ends. Layouts are
+numbered. A directory of an older one is brought up step by step (node.layouts), one of a newer one is refused, and the
+file `layout` says which release wrote it last.
 """
 
 from __future__ import annotations
@@ -8,17 +10,17 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from protocol.atomic import write_atomically
+from node.layouts import bring_up_to_date
 from protocol.errors import DataDirError
 
-LAYOUT_VERSION: Final = 1
-"""What lies where in a data directory. A node refuses a directory of a later version."""
+LOCK_TRIES: Final = 3
+LOCK_RETRY_S: Final = 0.02
 LOCK_FILE: Final = "node.lock"
-LAYOUT_FILE: Final = "layout"
 
 
 class DataDir:
@@ -32,7 +34,7 @@ class DataDir:
         make_directory(self.path)
         self._lock_fd = _lock(self.path / LOCK_FILE)
         try:
-            _check_layout(self.path / LAYOUT_FILE)
+            bring_up_to_date(self.path)
         except BaseException:
             self._unlock()
             raise
@@ -87,7 +89,7 @@ def _lock(path: Path) -> int:
     except OSError as error:
         raise disk_error(error, path) from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _take(descriptor)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     except BlockingIOError as error:
@@ -103,16 +105,11 @@ def _lock(path: Path) -> int:
     return descriptor
 
 
-def _check_layout(path: Path) -> None:
-    try:
-        text = path.read_bytes()[:64].decode("ascii", "replace").strip()
-    except FileNotFoundError:
-        write_atomically(path, f"{LAYOUT_VERSION}\n".encode())
-        return
-    except OSError as error:
-        raise disk_error(error, path) from error
-    if text != str(LAYOUT_VERSION):
-        raise DataDirError(
-            f"{path.parent} was written by another release: layout {text!r} instead of {LAYOUT_VERSION}",
-            hint="install the release that wrote it, or give a new --data-dir",
-        )
+def _take(descriptor: int) -> None:
+    """Raises BlockingIOError. Whoever only asks whether a node runs holds the lock for a moment (node.homes.holder)."""
+    for _ in range(LOCK_TRIES - 1):
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(LOCK_RETRY_S)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

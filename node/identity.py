@@ -41,17 +41,24 @@ def load_or_create_identity(data_dir: Path, *, passphrase: str = "") -> Identity
     path = data_dir / KEY_FILE
     if path.exists() or path.is_symlink():
         return load_identity(path, passphrase=passphrase)
-    make_directory(data_dir)
     identity = Identity(secrets.token_bytes(KEY_BYTES))
     try:
-        save_identity(identity, path, passphrase=passphrase)
+        keep_new_identity(identity, data_dir, passphrase=passphrase)
     except FileExistsError:  # another process was first
         return load_identity(path, passphrase=passphrase)
-    _log.warning(
-        "new key peer_id=%s file=%s; back it up (`cp -p %s <safe place>`): who loses it loses this node's standing",
-        *(identity.peer_id, path, path),
-    )
     return identity
+
+
+def keep_new_identity(identity: Identity, data_dir: Path, *, passphrase: str = "") -> None:
+    """Make a new key a directory's own, and ask for a back-up. Raises FileExistsError, or DataDirError."""
+    make_directory(data_dir)
+    path = data_dir / KEY_FILE
+    save_identity(identity, path, passphrase=passphrase)
+    _log.warning(
+        "new key peer_id=%s file=%s; back it up (`intellect-node id export --data-dir %s`): who loses it loses this "
+        "node's standing",
+        *(identity.peer_id, path, data_dir),
+    )
 
 
 def load_identity(path: Path, *, passphrase: str = "") -> Identity:
@@ -64,7 +71,7 @@ def load_identity(path: Path, *, passphrase: str = "") -> Identity:
     elif not passphrase:
         raise IdentityError(
             f"the key file {path} is encrypted and no passphrase is set",
-            hint="set INTELLECT_PASSPHRASE to its passphrase",
+            hint="set INTELLECT_NODE_PASSPHRASE to its passphrase",
         )
     else:
         seed = _decrypt(fields, passphrase, path)
@@ -148,7 +155,7 @@ def _decrypt(fields: dict[str, str], passphrase: str, path: Path) -> bytes:
     except InvalidTag:
         raise IdentityError(
             f"the passphrase does not open the key file {path}, or the file is damaged",
-            hint="check INTELLECT_PASSPHRASE, or put your back-up of the file in its place",
+            hint="check INTELLECT_NODE_PASSPHRASE, or put your back-up of the file in its place",
         ) from None
 
 

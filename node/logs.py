@@ -5,12 +5,16 @@ What a library logs in a flood is held back: libp2p speaks from `error` up, from
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Final, Protocol
+
+from protocol.errors import DataDirError
 
 _log = logging.getLogger(__name__)
 
@@ -39,19 +43,98 @@ class LineFormatter(logging.Formatter):
         return _one_line(line)
 
 
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line, for programs that collect logs: time, level, logger, message, and the error if any.
+
+    At most MAX_LINE_CHARS long as well: what is cut says so.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = record.getMessage()
+        if not getattr(record, "whole_peer_ids", False):
+            message = shorten_peer_ids(message)
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {
+            "time": f"{stamp}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": message,
+        }
+        if record.exc_info and record.exc_info[1] is not None:
+            line["error"] = repr(record.exc_info[1])
+        return _bounded_json(line)
+
+
+def _bounded_json(line: dict[str, str]) -> str:
+    """A line's object; its longest text is halved until it fits, for escapes make texts longer."""
+    while len(text := json.dumps(line)) > MAX_LINE_CHARS:
+        longest = max(line, key=lambda name: len(line[name]))
+        line[longest] = line[longest][: min(MAX_LINE_CHARS, len(line[longest])) // 2] + "…"
+    return text
+
+
+FORMATS: Final[Mapping[str, type[logging.Formatter]]] = {"text": LineFormatter, "json": JsonFormatter}
+
+
 def shorten_peer_ids(text: str) -> str:
     """Every peer id in a text, cut to the last eight characters that people compare."""
     return _PEER_ID.sub(r"\1", text)
 
 
-def set_up_logging(level: str, *, stream: TextIO | None = None) -> None:
-    """Log to stderr from `level` up; called once, by the program's entry point."""
+class Stream(Protocol):
+    """Where lines go: what logging asks of a stream."""
+
+    def write(self, text: str, /) -> object: ...
+
+    def flush(self) -> object: ...
+
+
+def set_up_logging(
+    level: str, *, stream: Stream | None = None, shown_level: str | None = None, log_format: str = "text"
+) -> None:
+    """Log to stderr from `level` up, as `text` or `json`; called once, by the program's entry point.
+
+    `shown_level` keeps less important lines from that stream, though a log file gets them (`keep_log`).
+    """
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(LineFormatter())
+    handler.setLevel((shown_level or level).upper())
+    handler.setFormatter(FORMATS[log_format]())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
     for library in _LIBRARIES:
         logging.getLogger(library).setLevel(logging.INFO if level == "debug" else logging.ERROR)
+
+
+def keep_log(path: Path) -> FileHandler:
+    """Log to a file as well, until the caller closes what this gives. Raises DataDirError."""
+    try:
+        handler = FileHandler(BoundedLog(path))
+    except OSError as error:
+        raise DataDirError(
+            f"the log {path} cannot be written: {error.strerror}", hint=f"look at its owner: ls -l {path}"
+        ) from error
+    logging.getLogger().addHandler(handler)
+    return handler
+
+
+class FileHandler(logging.Handler):
+    """Writes lines to a bounded log; leaves logging when it is closed."""
+
+    def __init__(self, file: BoundedLog) -> None:
+        super().__init__()
+        self._bounded = file
+        self.setFormatter(LineFormatter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._bounded.write(f"{self.format(record)}\n".encode())
+        except Exception:  # logging's own way with a record that cannot be shown
+            self.handleError(record)
+
+    def close(self) -> None:
+        logging.getLogger().removeHandler(self)
+        self._bounded.close()
+        super().close()
 
 
 def printable(text: str) -> str:

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -16,6 +17,7 @@ import trio
 from node.relay_client import RelayClient
 from node.status import StatusBoard
 from node.swarm import Swarm
+from p2p.limits import DownloadBudget
 from p2p.shardcast.client import CheckpointClient
 from p2p.shardcast.store import CheckpointStore
 from protocol.envelope import Signed
@@ -26,17 +28,28 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 DISK_RETRY_S = 10.0
+BUDGET_RETRY_S = 60.0
 ASK_S = 5.0
 
 
 class Policies:
     """Checkpoints on disk by id, the newest first in line."""
 
-    def __init__(self, store: CheckpointStore, client: CheckpointClient, swarm: Swarm, board: StatusBoard) -> None:
+    def __init__(
+        self,
+        store: CheckpointStore,
+        client: CheckpointClient,
+        swarm: Swarm,
+        board: StatusBoard,
+        *,
+        budget: DownloadBudget | None = None,
+    ) -> None:
+        """With a `budget`, nothing is begun on a day whose bytes are spent."""
         self._store = store
         self._client = client
         self._swarm = swarm
         self._board = board
+        self._budget = budget or DownloadBudget()
         self._changed = trio.Event()
         self._lock = trio.Lock()
 
@@ -51,7 +64,7 @@ class Policies:
             sound = await self._store.verify(held.pop(0))
         task_status.started()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._client.follow, self._hold)
+            nursery.start_soon(partial(self._client.follow, self._hold, until_allowed=self._until_allowed))
             nursery.start_soon(self._verify, held)
             await self._follow_head()
 
@@ -126,8 +139,16 @@ class Policies:
                 await self._obtain(checkpoint)
         return path
 
+    async def _until_allowed(self) -> None:
+        """Wait for midnight UTC where today's bytes are spent."""
+        while (wait_s := self._budget.wait_s()) > 0:
+            per_day = self._budget.bytes_per_day
+            self._board.waiting(f"midnight UTC: the {per_day} bytes that may be downloaded today have come")
+            await trio.sleep(min(wait_s, BUDGET_RETRY_S))
+
     async def _obtain(self, checkpoint: bytes, *, step: int | None = None) -> None:
         async with self._lock:
+            await self._until_allowed()
             if self.path(checkpoint) is not None:
                 return
             try:
@@ -144,7 +165,7 @@ class Policies:
     def _hold(self, manifest: Signed[CheckpointManifest]) -> None:
         """A checkpoint is complete on this disk."""
         self._board.update(checkpoint_step=max((step for step, _ in self._store.complete()), default=None))
-        self._board.details(**vars(self._client.savings))
+        self._board.details(download=None, policies_bytes=self._store.held_bytes, **vars(self._client.savings))
         log.info("checkpoint step=%d bytes=%d held", manifest.record.step, manifest.record.total_bytes)
         self._changed.set()
         self._changed = trio.Event()

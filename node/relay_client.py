@@ -24,8 +24,9 @@ from protocol.envelope import Record, Signed, open_envelope
 from protocol.errors import MalformedError, ProtocolError, RefusedError, RelayError, StaleRecordError, WrongRunError
 from protocol.identity import PeerId
 from protocol.ledger import open_entry
-from protocol.records import Head, Manifest, Receipt, Submission, Verdict
+from protocol.records import CheckpointManifest, Head, Manifest, Receipt, Submission, Verdict
 from protocol.run import RunAddress
+from protocol.segments import SegmentInfo
 
 REQUEST_TIMEOUT_S: Final = 15.0
 TRANSFER_GRACE_S: Final = 60.0
@@ -204,21 +205,24 @@ class RelayClient:
 
     async def offers(self, checkpoint: bytes) -> bool:
         """Whether the relay knows a checkpoint of the run, in part or whole."""
+        return await self.checkpoint(checkpoint) is not None
+
+    async def checkpoint(self, checkpoint: bytes) -> Signed[CheckpointManifest] | None:
+        """The manifest of a checkpoint that the relay knows, in part or whole."""
         trusted = self._trusted()
         with self._watched():
             try:
                 body = (await self._get(f"/v1/checkpoints/{checkpoint.hex()}/manifest")).body
             except RefusedError as error:
                 if error.code in ("not-found", "not-yet"):
-                    return False
+                    return None
                 raise
-            open_checkpoint(body, checkpoint).require_author(trusted.record.trainer_id)
-        return True
+            return open_checkpoint(body, checkpoint).require_author(trusted.record.trainer_id)
 
     async def ledger(self, start: int) -> list[Signed[Any]]:
         """Entries from number `start` on, as many as the relay gives at once.
 
-        Each one's signature and run hold; whether the chain does is LedgerFile.extend's to say.
+        Each one's signature and run hold; whether the chain does is LedgerLog.extend's to say.
         """
         run_id = self._trusted().id
         with self._watched():
@@ -227,6 +231,34 @@ class RelayClient:
             for entry in entries:
                 _require_run(entry, run_id)
         return entries
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"relay {self.peer_id.short}"
+
+    async def ledger_entries(self, start: int) -> list[bytes]:
+        """The same as bytes."""
+        return [entry.data for entry in await self.ledger(start)]
+
+    async def ledger_segments(self, first: int) -> list[SegmentInfo]:
+        """Full segments of the relay's ledger from number `first` on. RefusedError `not-found`: it has none."""
+        with self._watched():
+            return _decode((await self._get("/v1/ledger/segments", {"from": first})).body, list[SegmentInfo])
+
+    async def ledger_segment(self, info: SegmentInfo) -> bytes:
+        """A segment's bytes, of the size that was said; what is in them is node.ledger.pull's to check."""
+        data = bytearray()
+        with self._watched():
+            await self._http.get_stream(
+                f"{self.url}/v1/ledger/segments/{info.sha256.hex()}",
+                data.extend,
+                expected_bytes=info.size,
+                timeout_s=TRANSFER_GRACE_S + info.size / SLOWEST_BYTES_PER_S,
+                contact=self.contact,
+            )
+            self._count(bytes_in=info.size)
+        return bytes(data)
 
     def _trusted(self) -> Signed[Manifest]:
         if self._manifest is None:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -67,8 +67,12 @@ def create_run(
     validators: Sequence[PeerId],
     issued_at_ms: int,
     name: str | None = None,
+    keep_key: Callable[[], object] = lambda: None,
 ) -> CreatedRun:
-    """Make a run whose operator and trainer is `identity`. Raises ConfigError, ModelError or DataDirError."""
+    """Make a run whose operator and trainer is `identity`. Raises ConfigError, ModelError or DataDirError.
+
+    `keep_key` makes that identity durable: it is called once everything is checked, just before the run is there.
+    """
     run_dir = data_dir / "run"
     if (run_dir / "manifest").exists():
         raise DataDirError(
@@ -94,6 +98,7 @@ def create_run(
     lay_out_pools(recipe, manifest.environment, policy_dir)
     signed = _sealed(manifest, identity)
     write_atomically(run_dir / "recipe.toml", recipe_bytes)
+    keep_key()
     write_atomically(run_dir / "manifest", signed.data)
     return CreatedRun(RunAddress(identity.peer_id, manifest.name), signed, policy_dir)
 

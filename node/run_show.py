@@ -30,6 +30,16 @@ def load_run(data_dir: Path) -> Signed[Manifest]:
     return open_envelope(data, Manifest)
 
 
+def known_run(data_dir: Path) -> Signed[Manifest]:
+    """The run that was created in a directory, or that a node in it has joined. Raises as `load_run` does."""
+    if not (data_dir / "run" / "manifest").exists() and (data_dir / "swarm.cache").exists():
+        from node.swarm import remembered_manifest
+
+        if (manifest := remembered_manifest(data_dir / "swarm.cache")) is not None:
+            return manifest
+    return load_run(data_dir)
+
+
 def describe_run(manifest: Signed[Manifest]) -> dict[str, Any]:
     """Its address, id and every field of the manifest as plain values: keys as peer ids, digests in hex."""
     record = manifest.record

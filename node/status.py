@@ -1,8 +1,8 @@
 """What a node says about itself: one board that its parts write to, shown on a loopback page.
 
-`GET /status` answers JSON. Only this computer can ask, and only by a loopback name: a web page that has its own name
-resolve to 127.0.0.1 is refused by the Host header. The page's URL lies in `<data_dir>/status.url`; when the node
-leaves, its last state is kept as `<data_dir>/status-final.json`.
+`GET /status` answers JSON, `GET /` a page for people (node.dashboard); `GET /metrics` and `/health` are for monitoring
+(node.monitoring). Only this computer can ask, and no other site's page (node.dashboard.guard). The URL of `/status`
+lies in `<data_dir>/status.url`; when the node leaves, its last state is kept as `<data_dir>/status-final.json`.
 """
 
 from __future__ import annotations
@@ -12,27 +12,30 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from node.clock import now_ms
+from node.states import STATES, State
 from node.version import SOFTWARE
 from protocol.atomic import write_atomically
 from protocol.constants import SIGNATURE_DOMAIN
-from protocol.errors import DataDirError
+from protocol.errors import DataDirError, PortError
 from protocol.identity import PeerId
 
 if TYPE_CHECKING:
     import trio
 
+    from node.dashboard.routes import Dashboard
+    from node.health import HealthWatch
     from p2p.bridge import AioThread
+    from p2p.http import BoundAddress, HttpServer
 
 log = logging.getLogger(__name__)
 
-State = Literal["starting", "waiting", "working", "evicted", "finished", "stopping"]
 Clock = Callable[[], int]
 
 URL_FILE: Final = "status.url"
@@ -41,6 +44,7 @@ HOST: Final = "127.0.0.1"
 MAX_TRANSITIONS: Final = 1000
 MAX_RELAYS: Final = 256
 MAX_TEXT_CHARS: Final = 300
+_DAY_MS: Final = 86_400_000
 
 
 class StatusBoard:
@@ -70,6 +74,8 @@ class StatusBoard:
         }
         self._details: dict[str, Any] = {}
         self._relays: dict[str, dict[str, Any]] = {}
+        self._today = [0, 0, 0]
+        """Day since 1970 (UTC), bytes in, bytes out."""
         self._timeline: deque[tuple[int, str, str]] = deque(maxlen=MAX_TRANSITIONS)
 
     def waiting(self, what: str) -> None:
@@ -82,7 +88,7 @@ class StatusBoard:
 
     def state(self, state: State, what: str) -> None:
         """Any state. Saying the same again changes nothing, so `since_ms` tells when it began."""
-        if state not in get_args(State):
+        if state not in STATES:
             raise ValueError(f"no such state: {state!r}")
         what = what[:MAX_TEXT_CHARS]
         with self._lock:
@@ -120,19 +126,44 @@ class StatusBoard:
             row["bytes_in"] += bytes_in
             row["bytes_out"] += bytes_out
             row["failures"] += failures
+            self._count_today(bytes_in, bytes_out)
 
-    def snapshot(self) -> dict[str, Any]:
-        """Everything, as plain values that nobody else holds."""
+    def _count_today(self, bytes_in: int, bytes_out: int) -> None:
+        day = self._clock() // _DAY_MS
+        if self._today[0] != day:
+            self._today = [day, 0, 0]
+        self._today[1] += bytes_in
+        self._today[2] += bytes_out
+
+    def snapshot(self, *, without: Collection[str] = ()) -> dict[str, Any]:
+        """Everything but the details named, as plain values that nobody else holds."""
         with self._lock:
             return copy.deepcopy(
                 {
                     **self._fields,
                     "now_ms": self._clock(),
                     "relays": list(self._relays.values()),
+                    "today": self._traffic_today(),
                     "timeline": [list(entry) for entry in self._timeline],
-                    "details": self._details,
+                    "details": {name: value for name, value in self._details.items() if name not in without},
                 }
             )
+
+    def brief(self) -> dict[str, Any]:
+        """The top-level fields alone, which is cheap: for whoever looks often."""
+        with self._lock:
+            return copy.deepcopy(self._fields)
+
+    def _traffic_today(self) -> dict[str, int]:
+        """Bytes from and to relays since midnight UTC, or since the start."""
+        if self._today[0] != self._clock() // _DAY_MS:
+            return {"bytes_in": 0, "bytes_out": 0}
+        return {"bytes_in": self._today[1], "bytes_out": self._today[2]}
+
+    def detail(self, name: str) -> Any:
+        """One of the role's details, as a value that nobody else holds; None if it is not there."""
+        with self._lock:
+            return copy.deepcopy(self._details.get(name))
 
 
 async def serve_status(
@@ -141,29 +172,49 @@ async def serve_status(
     *,
     data_dir: Path,
     port: int = 0,
+    dashboard: Dashboard | None = None,
+    health: HealthWatch | None = None,
     task_status: trio.TaskStatus[str] | None = None,
 ) -> None:
-    """Show the board until cancelled; the task status gives the URL. Raises PortError."""
+    """Show the board, and the dashboard at `/`, until cancelled; the task status gives the URL. Raises PortError."""
     import trio
     from aiohttp import web
 
+    from node.dashboard.guard import guard
+    from node.monitoring import monitoring_routes
     from p2p.http import HttpServer
 
     async def answer(request: web.Request) -> web.Response:
-        if not is_loopback(request.headers.get("Host", "")):
-            raise web.HTTPForbidden(reason="the status is for this computer alone")
         return web.Response(body=msgspec.json.encode(board.snapshot()), content_type="application/json")
 
+    routes: list[web.AbstractRouteDef] = [web.get("/status", answer), *monitoring_routes(board, data_dir, health)]
     try:
         async with trio.open_nursery() as nursery:
-            server = HttpServer(aio, [web.get("/status", answer)], host=HOST, port=port, max_connections=32)
-            address = await nursery.start(server.run)
+            if dashboard is not None:
+                routes += dashboard.routes
+                await nursery.start(dashboard.run)
+            server = HttpServer(aio, routes, host=HOST, port=port, middlewares=[guard], max_connections=32)
+            address = await _started(nursery, server)
             url = f"{address.url}/status"
+            if dashboard is not None:
+                board.details(dashboard=f"{address.url}/")
+                log.info("dashboard url=%s/", address.url)
             write_atomically(data_dir / URL_FILE, url.encode() + b"\n", sync=False)
             if task_status is not None:
                 task_status.started(url)
     finally:
         _keep_last_state(board, data_dir)
+
+
+async def _started(nursery: trio.Nursery, server: HttpServer) -> BoundAddress:
+    try:
+        address: BoundAddress = await nursery.start(server.run)
+    except PortError as error:
+        raise PortError(
+            f"the status page cannot be served: {error.message}",
+            hint="give another --status-port; 0, the default, takes any free one",
+        ) from error
+    return address
 
 
 def _keep_last_state(board: StatusBoard, data_dir: Path) -> None:

@@ -17,14 +17,17 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from node.advice import next_step
 from node.logs import printable
 from node.status import FINAL_FILE, HOST, URL_FILE
+from node.words import size, span
 from protocol.errors import DataDirError, NodeError
 
 TIMEOUT_S: Final = 5.0
 MAX_BYTES: Final = 4 << 20
 INTERVAL_S: Final = 1.0
 _RECENT: Final = 8
+_SAID_ALREADY: Final = ("relays_known", "newest_checkpoint_step", "accepted_tokens", "bytes_in", "bytes_out")
 _RELAY_COUNTS: Final = {"bytes_in": "bytes in", "bytes_out": "bytes out", "failures": "failures"}
 
 
@@ -41,6 +44,21 @@ def fetch_status(data_dir: Path, *, timeout_s: float = TIMEOUT_S) -> dict[str, A
     if not isinstance(status, dict):
         raise NodeError(f"what answers at {url} is no node")
     return status
+
+
+def with_advice(status: dict[str, Any]) -> dict[str, Any]:
+    """A status, and what to do next (node.advice)."""
+    return {**status, "next": next_step(status)}
+
+
+def last_status(data_dir: Path) -> dict[str, Any] | None:
+    """What the last node of a directory said when it ended; None where none has, or it was killed."""
+    try:
+        with (data_dir / FINAL_FILE).open("rb") as file:
+            last = json.loads(file.read(MAX_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return last if isinstance(last, dict) else None
 
 
 def print_status(status: dict[str, Any]) -> None:
@@ -77,11 +95,10 @@ def _url(data_dir: Path) -> str:
 
 
 def _last_state(data_dir: Path) -> str:
-    try:
-        last = json.loads((data_dir / FINAL_FILE).read_bytes())
-        return f"; the last one ended {last['state']}: {last['activity']}"
-    except (OSError, ValueError, KeyError, TypeError):
+    last = last_status(data_dir)
+    if last is None or "state" not in last:
         return ""
+    return f"; the last one ended {last['state']}: {last.get('activity', '')}"
 
 
 def _get(url: str, timeout_s: float) -> bytes:
@@ -103,18 +120,65 @@ def _facts(status: dict[str, Any]) -> Table:
     rows = {
         "node": f"{status.get('role')} {status.get('peer_id')} (process {status.get('pid')})",
         "run": status.get("run"),
-        "state": f"{status.get('state')} for {for_s} s: {status.get('activity')}",
-        "step": f"{_or_dash(status.get('step'))}, policy {_or_dash(status.get('checkpoint_step'))}",
+        "network": _network(status),
+        "state": f"{status.get('state')} for {span(for_s)}: {status.get('activity')}",
+        "step": _policy(status),
         "submissions": f"{status.get('accepted')} accepted, {status.get('pending')} pending{_reasons(status)}",
+        "credits": _credits(status),
+        "traffic": _traffic(status),
     }
-    for name, value in {**rows, **_short_details(status)}.items():
-        table.add_row(Text(name, style="bold"), _text(value))
+    for name, value in {**rows, **_short_details(status), "next": next_step(status)}.items():
+        if value not in ("", None):
+            table.add_row(Text(name, style="bold"), _text(value))
     return table
 
 
-def _short_details(status: dict[str, Any]) -> dict[str, Any]:
+def _network(status: dict[str, Any]) -> str:
+    details = _details(status)
+    discovery = details.get("discovery") or {}
+    relays = len(status.get("relays") or []) if status.get("role") != "relay" else None
+    parts = [f"{relays} relays used of {details.get('relays_known', relays)} known"] if relays is not None else []
+    parts.append(f"{len(discovery.get('peers') or [])} DHT servers known")
+    if discovery.get("serves"):
+        parts.append(f"from outside: {discovery.get('reachability')}")
+    return ", ".join(parts)
+
+
+def _policy(status: dict[str, Any]) -> str:
+    newest = _details(status).get("newest_checkpoint_step")
+    behind = f" (newest: {newest})" if newest is not None else ""
+    return f"{_or_dash(status.get('step'))}, policy held: {_or_dash(status.get('checkpoint_step'))}{behind}"
+
+
+def _credits(status: dict[str, Any]) -> str:
+    """By the ledger where the node follows it, else by the verdicts that it has seen."""
+    details = _details(status)
+    if isinstance(said := details.get("credits"), dict):
+        return ", ".join(f"{count:,} {kind}" for kind, count in said.items() if isinstance(count, int))
+    tokens = details.get("accepted_tokens")
+    return f"{tokens:,} tokens of accepted work, by this node's own count" if isinstance(tokens, int) else ""
+
+
+def _traffic(status: dict[str, Any]) -> str:
+    today = status.get("today") or {}
+    if status.get("role") == "relay":
+        details = _details(status)
+        return f"{_size(details.get('bytes_in'))} in, {_size(details.get('bytes_out'))} out since it started"
+    return f"{_size(today.get('bytes_in'))} in, {_size(today.get('bytes_out'))} out today (UTC)"
+
+
+def _size(bytes_: Any) -> str:
+    return size(bytes_) if isinstance(bytes_, int | float) else "-"
+
+
+def _details(status: dict[str, Any]) -> dict[str, Any]:
     details = status.get("details")
-    return {k: v for k, v in details.items() if isinstance(v, int | float | str)} if isinstance(details, dict) else {}
+    return details if isinstance(details, dict) else {}
+
+
+def _short_details(status: dict[str, Any]) -> dict[str, Any]:
+    shown = {name: value for name, value in _details(status).items() if isinstance(value, int | float | str)}
+    return {name: value for name, value in shown.items() if name not in _SAID_ALREADY}
 
 
 def _reasons(status: dict[str, Any]) -> str:

@@ -19,14 +19,13 @@ from typing import Final
 import msgspec
 import trio
 
-from node.clock import now_ms
+from node.clock import clock_fault, now_ms
 from node.relay_client import RelayClient
 from node.status import StatusBoard
 from p2p.contacts import Contacts
 from p2p.http import HttpClient
 from p2p.shardcast.sources import Source
 from protocol.atomic import write_atomically
-from protocol.constants import MAX_CLOCK_SKEW_S
 from protocol.envelope import Signed, open_envelope
 from protocol.errors import (
     ChecksumError,
@@ -123,7 +122,7 @@ class Swarm:
         self._manifest = manifest
         self._head: Signed[Head] | None = None
         self._changed = trio.Event()
-        self._listeners: list[Callable[[Signed[Head]], None]] = []
+        self._listeners: list[Callable[[Signed[Head]], object]] = []
         self._warned_clock = False
         self._load_cache()
 
@@ -209,7 +208,7 @@ class Swarm:
         said = [relay.evicts for relay in self._relays.values() if relay.evicts is not None]
         return said[0] if said and all(said) else None
 
-    def on_head(self, listener: Callable[[Signed[Head]], None]) -> None:
+    def on_head(self, listener: Callable[[Signed[Head]], object]) -> None:
         """Have a function called with every newer head; it must not block or raise."""
         self._listeners.append(listener)
 
@@ -294,6 +293,7 @@ class Swarm:
                 known.failures, known.retry_at = 0, 0.0
             return
         self._relays[advert.author] = _Relay(advert, self._client(advert))
+        self._board.details(relays_known=len(self._relays))
         log.info("relay=%s url=%s found", advert.author.short, advert.record.http_url)
 
     def _client(self, advert: Signed[RelayAdvert]) -> RelayClient:
@@ -324,6 +324,10 @@ class Swarm:
         try:
             with trio.move_on_after(LOOKUP_TIMEOUT_S):
                 return await self._find_manifest()
+        except VersionError as error:
+            if error.author == self._run.operator:
+                raise
+            log.warning("manifest lookup failed: %s", error.message)
         except NodeError as error:
             log.info("manifest lookup failed: %s", error.message)
         return None
@@ -407,17 +411,16 @@ class Swarm:
         self._head = head
         self._warn_of_clock(head)
         self._board.update(step=head.record.step, head_sequence=head.record.sequence)
+        self._board.details(newest_checkpoint_step=head.record.checkpoint_step)
         for listener in self._listeners:
             listener(head)
         self._notify()
 
     def _warn_of_clock(self, head: Signed[Head]) -> None:
-        ahead_s = (head.record.issued_at_ms - now_ms()) / 1000
-        if ahead_s > MAX_CLOCK_SKEW_S and not self._warned_clock:
+        fault = clock_fault((head.record.issued_at_ms - now_ms()) / 1000)
+        if fault and not self._warned_clock:
             self._warned_clock = True
-            log.warning(
-                "this computer's clock is %.0f s behind the trainer's: set it (`timedatectl set-ntp true`)", ahead_s
-            )
+            log.warning("%s", fault)
 
     def _ready(self) -> list[_Relay]:
         now = trio.current_time()

@@ -20,7 +20,7 @@ from libp2p.peer.peerstore import PeerStoreError
 from libp2p.records.record import make_put_record
 
 from p2p.addresses import Scope, scope_of
-from p2p.dht_records import Clock, Pointing, RecordValidator, digest_hex, relays_key
+from p2p.dht_records import Clock, Pointing, RecordValidator, digest_hex, parse_key, relays_key
 from p2p.dht_stores import MAX_PROVIDERS, ProviderStore, ValueStore
 from p2p.kad import MAX_VISITS, REPLICAS, Asker, RefusedRequest, RequestError, Walk, addresses_of, merged
 from p2p.kad_message import KAD_PROTOCOL, MAX_ADDRESSES, MAX_CLOSER_PEERS, Known, closer_peers, providers
@@ -28,7 +28,7 @@ from p2p.kad_server import KadServer
 from p2p.patches import guard_of
 from p2p.routing import RoutingTable, target_of
 from p2p.text import cut
-from protocol.errors import ClockError, NodeError
+from protocol.errors import ClockError, NodeError, VersionError
 from protocol.identity import PeerId
 from protocol.run import RunAddress
 
@@ -190,7 +190,10 @@ class RunDHT:
         return taken
 
     async def get(self, key: str) -> Pointing | None:
-        """The value with the highest sequence that this node or any of several peers holds; never just the own."""
+        """The value with the highest sequence that this node or any of several peers holds; never just the own.
+
+        Raises VersionError where there is none and the one who may sign it proves to speak another protocol version.
+        """
         reading = self._reading(key)
         data = key.encode("ascii")
 
@@ -200,6 +203,8 @@ class RunDHT:
             return self._closer(known, answer)
 
         await self._walk(data, ask, enough=lambda: reading.votes >= READ_QUORUM, width=MAX_VISITS)
+        if reading.best is None and reading.other_version is not None:
+            raise reading.other_version
         return reading.best
 
     async def get_from(self, known: Known, key: str) -> Pointing | None:
@@ -349,6 +354,9 @@ class _Reading:
 
     def __init__(self, key: str, validator: RecordValidator) -> None:
         self._key, self._validator = key, validator
+        self._author = parse_key(key)[2]
+        self.other_version: VersionError | None = None
+        """Said under the signature of the key's author."""
         self.best: Pointing | None = None
         self.votes = 0
 
@@ -359,6 +367,11 @@ class _Reading:
             signed = self._validator.open(self._key, value)
         except ClockError as error:
             log.warning("dht_value_refused key=%s error=%s next=%s", self._key, error.message, error.hint)
+            return
+        except VersionError as error:
+            log.warning("dht_value_refused key=%s error=%s next=%s", self._key, error.message, error.hint)
+            if error.author == self._author:
+                self.other_version = error
             return
         except NodeError as error:
             log.info("dht_value_refused key=%s error=%s", self._key, cut(error.message))

@@ -40,7 +40,7 @@ from p2p.reachability import (
 )
 from p2p.scores import Scores
 from protocol.envelope import Signed
-from protocol.errors import ConfigError, DataDirError, MalformedError, NodeError
+from protocol.errors import ConfigError, DataDirError, MalformedError, NodeError, VersionError
 from protocol.identity import Identity, PeerId
 from protocol.records import Manifest, RelayAdvert, RunPointer
 from protocol.run import RunAddress
@@ -192,7 +192,10 @@ class P2PNode:
         await self._running_nursery().start(self._keep_published, key, make, relays_key(self._address))
 
     async def find_run(self, address: RunAddress, *, timeout_s: float = FIND_TIMEOUT_S) -> Signed[Manifest] | None:
-        """The manifest that an address leads to, or None if nobody had it in time. Asks again until then."""
+        """The manifest that an address leads to, or None if nobody had it in time. Asks again until then.
+
+        Raises VersionError where the run's operator has published it for another protocol version.
+        """
         found: list[Signed[Manifest]] = []
 
         async def attempt() -> bool:
@@ -247,8 +250,14 @@ class P2PNode:
         try:
             signed = await dht.get_from(known, key)
         except RequestError:
-            signed = await dht.get(key)
+            signed = await self._get_of_this_version(dht, key)
         return signed if signed is not None and isinstance(signed.record, RelayAdvert) else None
+
+    async def _get_of_this_version(self, dht: RunDHT, key: str) -> Pointing | None:
+        try:
+            return await dht.get(key)
+        except VersionError:  # a relay that was upgraded: of no use to this node
+            return None
 
     async def _keep_published(
         self, key: str, make: Make, provide: bytes | None, *, task_status: trio.TaskStatus[None]

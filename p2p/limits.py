@@ -1,4 +1,4 @@
-"""Rates and budgets of a server: token buckets by whom they hold back, and bytes a day.
+"""Rates and budgets: token buckets by whom they hold back, bytes a day, and the pace of what is downloaded.
 
 A bucket may go into debt: what an answer costs is known when it begins, and whoever is in debt is refused until it is
 paid off. Memory is bounded: full buckets say nothing and are forgotten, then those that were used longest ago.
@@ -7,6 +7,7 @@ paid off. Memory is bounded: full buckets say nothing and are forgotten, then th
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -16,6 +17,8 @@ from typing import Final
 MAX_BUCKETS: Final = 16_384
 """In one table; about 3 MB."""
 DAY_S: Final = 86_400
+DOWNLOAD_BURST_S: Final = 0.5
+"""So little, that a line which is shared with people is free again at once."""
 
 Clock = Callable[[], float]
 
@@ -120,3 +123,43 @@ class DailyBudget:
 
     def _today(self) -> int:
         return int(self._clock() // DAY_S)
+
+
+class DownloadBudget:
+    """What one node may download: bytes a second, paced, and bytes a day, counted. Safe from any thread."""
+
+    def __init__(
+        self,
+        *,
+        bytes_per_s: float = 0.0,
+        bytes_per_day: int = 0,
+        clock: Clock = time.monotonic,
+        day_clock: Clock = time.time,
+    ) -> None:
+        self.bytes_per_day = bytes_per_day
+        self._lock = threading.Lock()
+        self._pace = Buckets(Rate.with_burst(bytes_per_s, DOWNLOAD_BURST_S), max_buckets=1, clock=clock)
+        self._day = DailyBudget(bytes_per_day, clock=day_clock)
+
+    @property
+    def spent(self) -> tuple[int, int]:
+        """The day, counted from 1970, and the bytes that came in it."""
+        with self._lock:
+            return self._day.spent
+
+    def restore(self, day: int, spent: int) -> None:
+        """Count on from where an earlier process of today stopped."""
+        with self._lock:
+            self._day.restore(day, spent)
+
+    def take(self, count: int) -> float:
+        """Count bytes that came; for how many seconds to read no more of them, so that the rate holds."""
+        with self._lock:
+            self._day.spend(count)
+            self._pace.charge("", count)
+            return self._pace.wait_s("")
+
+    def wait_s(self) -> float:
+        """How long until something new may be begun: what the day allows is not spent. 0 when now is fine."""
+        with self._lock:
+            return self._day.wait_s()

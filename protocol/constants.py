@@ -37,3 +37,7 @@ MAX_BATCH_GROUPS: Final = 1 << 20
 
 MAX_POOL_TASKS: Final = 1 << 20
 """Most tasks of one pool file, which is then 33 MiB and travels with the policy. Readers refuse a longer file."""
+
+LEDGER_SEGMENT_BYTES: Final = 4 << 20
+"""A segment of the ledger takes entries until it is as long as this. With another value nodes cut the same ledger into
+other segments and find none of each other's by hash; they then fetch entry by entry."""

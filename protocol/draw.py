@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from protocol.constants import SIGNATURE_DOMAIN
-from protocol.envelope import Signed, open_envelope, signature_of
+from protocol.envelope import Opener, Signed, open_envelope, signature_of
 from protocol.errors import MalformedError, WrongRunError
 from protocol.identity import PeerId
 from protocol.records import CheckSpec, Head, Manifest, Receipt, Verdict
@@ -60,10 +60,10 @@ RecordAt = Callable[[PeerId, int], TrackRecord]
 """A contributor's record in the first so many entries of the ledger."""
 
 
-def prove_undrawn(verdict: Verdict, manifest: Manifest, *, record_at: RecordAt) -> None:
+def prove_undrawn(verdict: Verdict, manifest: Manifest, *, record_at: RecordAt, opens: Opener = open_envelope) -> None:
     """Check that a verdict's own evidence excuses it from the costly checks. Raises ProtocolError if it does not."""
-    head = open_envelope(verdict.draw.beacon, Head).require_author(manifest.trainer_id)
-    receipt = open_envelope(verdict.draw.receipt, Receipt)
+    head = opens(verdict.draw.beacon, Head).require_author(manifest.trainer_id)
+    receipt = opens(verdict.draw.receipt, Receipt)
     if not head.record.run_id == receipt.record.run_id == verdict.run_id:
         raise WrongRunError("the draw's beacon or receipt is of another run")
     if receipt.record.submission != verdict.submission:

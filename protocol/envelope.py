@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 
-from protocol.constants import MAX_ENVELOPE_BYTES, SIGNATURE_DOMAIN
+from protocol.constants import MAX_ENVELOPE_BYTES, PROTOCOL_VERSION, SIGNATURE_DOMAIN
 from protocol.errors import MalformedError, SignatureError, VersionError, WrongAuthorError
 from protocol.identity import KEY_BYTES, Identity, PeerId
 
@@ -27,6 +27,12 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 R = TypeVar("R", bound=Record)
+
+
+class Opener(Protocol):
+    """`open_envelope`, or the same with the signatures checked elsewhere."""
+
+    def __call__(self, data: bytes, kind: type[R]) -> Signed[R]: ...
 
 
 class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,11 +68,11 @@ def seal(record: Record, identity: Identity) -> bytes:
     return msgspec.msgpack.encode(_Envelope(SIGNATURE_DOMAIN, record.KIND, author, payload, signature))
 
 
-def open_envelope(data: bytes, kind: type[R]) -> Signed[R]:
+def open_envelope(data: bytes, kind: type[R], *, signature_checked: bool = False) -> Signed[R]:
     """Check an envelope and decode its record.
 
     Raises MalformedError, VersionError or SignatureError; costs one signature check at most, and allocates no more
-    than the input's size.
+    than the input's size. `signature_checked` leaves that one out: another process has done it for these very bytes.
     """
     if len(data) > min(MAX_ENVELOPE_BYTES, kind.MAX_BYTES + 1024):
         raise MalformedError(f"{kind.KIND} of {len(data)} bytes; at most {kind.MAX_BYTES} are allowed")
@@ -77,7 +83,7 @@ def open_envelope(data: bytes, kind: type[R]) -> Signed[R]:
         raise MalformedError(f"expected a {kind.KIND}, got a {envelope.kind[:40]!r}")
     author = PeerId(envelope.author)
     signed = _signed_bytes(envelope.domain, envelope.kind, envelope.author, envelope.payload)
-    if not author.verify(signed, envelope.signature):
+    if not signature_checked and not author.verify(signed, envelope.signature):
         raise SignatureError(f"the signature on a {kind.KIND} that names {author.short} as its author does not hold")
     record = _decode(envelope.payload, kind, kind.KIND)
     return Signed(record, author, hashlib.sha256(signed).digest(), data)
@@ -89,6 +95,14 @@ def kind_of(data: bytes) -> str:
         raise MalformedError(f"an envelope of {len(data)} bytes; at most {MAX_ENVELOPE_BYTES} are allowed")
     envelope: _Envelope = _decode(data, _Envelope, "envelope")
     return envelope.kind
+
+
+def id_of(data: bytes) -> bytes:
+    """The id that an envelope's record has if its signature holds, which is not checked. Raises MalformedError."""
+    if len(data) > MAX_ENVELOPE_BYTES:
+        raise MalformedError(f"an envelope of {len(data)} bytes; at most {MAX_ENVELOPE_BYTES} are allowed")
+    envelope: _Envelope = _decode(data, _Envelope, "envelope")
+    return hashlib.sha256(_signed_bytes(envelope.domain, envelope.kind, envelope.author, envelope.payload)).digest()
 
 
 def signature_of(data: bytes) -> bytes:
@@ -125,8 +139,17 @@ def _version_error(envelope: _Envelope) -> VersionError:
         f"a {envelope.kind[:40]!r} from {author.short if author else 'an unproved author'} speaks {theirs!r}; "
         f"this program speaks {SIGNATURE_DOMAIN!r}",
         author=author,
-        hint=f"install the intellect-node release that speaks {theirs!r}, or ask that peer to upgrade",
+        hint=_upgrade_hint(theirs),
     )
+
+
+def _upgrade_hint(theirs: str) -> str:
+    """Whose software is too old: domains end in the protocol's version, a number that rises."""
+    name, _, number = theirs.rpartition("/")
+    newer = number.isascii() and number.isdigit() and int(number) > PROTOCOL_VERSION
+    if name == SIGNATURE_DOMAIN.rpartition("/")[0] and not newer:
+        return f"ask that peer to install the intellect-node release that speaks {SIGNATURE_DOMAIN!r}"
+    return f"install the intellect-node release that speaks {theirs!r}: pip install --upgrade intellect-node"
 
 
 def _proved_author(envelope: _Envelope) -> PeerId | None:

@@ -13,6 +13,7 @@ NodeError                     base: what failed, why probably, what to do next
 ├── ModelError                a model, tokenizer or checkpoint cannot be used
 ├── TrainingError             the policy has diverged: training on would only make it worse
 ├── EnvironmentUnknown        an environment is missing or has another digest
+├── AuditError                an audit could not be made: nothing is said about the run
 ├── SandboxError              programs cannot be isolated on this machine
 │   └── BoxError              one box of the sandbox did not start, or broke
 └── ProtocolError             bytes from outside break the protocol
@@ -31,7 +32,7 @@ NodeError                     base: what failed, why probably, what to do next
 class NodeError(Exception):
     """Base of every error a person may see. `hint` is the next step, a sentence or a command.
 
-    `exit_code` is what the command line ends with: 1 failed, 2 usage, 10 newer protocol needed.
+    `exit_code` is what the command line ends with: 1 failed, 2 usage, 3 newer protocol needed.
     """
 
     exit_code = 1
@@ -103,6 +104,12 @@ class EnvironmentUnknown(NodeError):
     """Raised when an environment is not installed or has another digest than the manifest's."""
 
 
+class AuditError(NodeError):
+    """Raised when an audit could not be made, whatever it would have found; 1 is for breaches."""
+
+    exit_code = 2
+
+
 class SandboxError(NodeError):
     """Raised when programs that nobody trusts cannot be isolated on this machine, so none is run."""
 
@@ -134,7 +141,7 @@ class WrongRunError(ProtocolError):
 class VersionError(ProtocolError):
     """Raised when a record speaks another protocol version; `author` is whose signature on it holds, if one does."""
 
-    exit_code = 10
+    exit_code = 3
 
     def __init__(self, message: str, *, author: object = None, hint: str = "") -> None:
         super().__init__(message, hint=hint)

@@ -2,28 +2,28 @@
 
 An append-only chain of envelopes. The trainer sequences them, authors sign them, and its head names the chain's tip:
 tip of nothing is the run id, and each entry makes tip' = SHA-256(tip ‖ entry id). Replaying the entries gives every
-node the same standing and credits. Nothing here reads a clock or a file; node.ledger_file stores it.
+node the same standing and credits. Nothing here reads a clock or a file; node.ledger stores it. A new kind of entry is
+a record, a rule (a method of LedgerState) and a line in RULES.
 """
 
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from operator import itemgetter
-from typing import Any, Literal, NoReturn
+from functools import partial
+from typing import Any, Final, Literal, NoReturn, Protocol
 
 from protocol.batches import fault_of
 from protocol.draw import TrackRecord, prove_undrawn
-from protocol.envelope import Record, Signed, kind_of, open_envelope
+from protocol.envelope import Opener, Record, Signed, kind_of, open_envelope
 from protocol.errors import LedgerError, ProtocolError, WrongRunError
 from protocol.identity import PeerId
 from protocol.records import Batch, Eviction, Manifest, Submission, Trained, Verdict
-
-ENTRY_KINDS: dict[str, type[Record]] = {kind.KIND: kind for kind in (Submission, Verdict, Batch, Trained, Eviction)}
+from protocol.standing import Contributor
 
 SubmissionState = Literal["pending", "accepted", "rejected", "undecided"]
+TIP_BYTES: Final = 32
 
 
 def next_tip(tip: bytes, entry_id: bytes) -> bytes:
@@ -31,30 +31,20 @@ def next_tip(tip: bytes, entry_id: bytes) -> bytes:
     return hashlib.sha256(tip + entry_id).digest()
 
 
-def open_entry(data: bytes) -> Signed[Any]:
+def open_entry(data: bytes, *, signature_checked: bool = False) -> Signed[Any]:
     """Open an envelope of whichever kind the ledger takes. Raises ProtocolError."""
     kind = kind_of(data)
     if kind not in ENTRY_KINDS:
         raise LedgerError(f"the ledger takes no {kind[:40]!r}", rule="kind")
-    return open_envelope(data, ENTRY_KINDS[kind])
+    return open_envelope(data, ENTRY_KINDS[kind], signature_checked=signature_checked)
 
 
-@dataclass
-class Contributor:
-    """What the ledger knows of one contributor."""
-
-    standing: Literal["active", "evicted"] = "active"
-    reason: str = ""
-    accepted: int = 0
-    rejected: dict[str, int] = field(default_factory=dict)
-    credits: int = 0
-    """Output tokens of accepted work; an eviction forfeits them."""
-    next_index: dict[int, int] = field(default_factory=dict)
-    """By step: the submission index that must come next."""
-    policies: list[tuple[int, int, int]] = field(default_factory=list)
-    """Step, and the checkpoint steps of its first and its latest submission; by rising step."""
-    history: list[tuple[int, TrackRecord]] = field(default_factory=list)
-    """Its record after each entry that changed it, by the ledger's length with that entry."""
+def about(entry: Signed[Any]) -> PeerId | None:
+    """The contributor that an entry is about; None where it is about the run."""
+    if isinstance(entry.record, Submission):
+        return entry.author
+    key = getattr(entry.record, "contributor", None)
+    return PeerId(key) if key is not None else None
 
 
 @dataclass
@@ -63,35 +53,82 @@ class LedgerSubmission:
 
     record: Submission
     author: PeerId
+    place: int = 0
+    """Number of its entry."""
     state: SubmissionState = "pending"
     verdicts: dict[PeerId, Signed[Verdict]] = field(default_factory=dict)
     used_in: int | None = None
     """The step whose batch it is in."""
 
 
+class Digests(Protocol):
+    """A set of hashes that only grows."""
+
+    def __contains__(self, digest: object, /) -> bool: ...
+
+    def add(self, digest: bytes, /) -> None: ...
+
+
+@dataclass
+class LedgerMemory:
+    """What grows with the ledger. Ordinary collections, or others that put most of it on a disk (for audits)."""
+
+    submissions: MutableMapping[bytes, LedgerSubmission] = field(default_factory=dict)
+    files: Digests = field(default_factory=set[bytes])
+    committed: MutableMapping[int, Batch] = field(default_factory=dict)
+    trained: MutableMapping[int, Trained] = field(default_factory=dict)
+
+
+class _Batches(Mapping[int, tuple[bytes, ...]]):
+    """The submissions of each step's batch, read from the entries."""
+
+    def __init__(self, committed: Mapping[int, Batch]) -> None:
+        self._committed = committed
+
+    def __getitem__(self, step: int) -> tuple[bytes, ...]:
+        return self._committed[step].submissions
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._committed)
+
+    def __len__(self) -> int:
+        return len(self._committed)
+
+
 class LedgerState:
     """Replays entries. `apply` either changes the state or raises and leaves it as it was."""
 
-    def __init__(self, run_id: bytes, manifest: Manifest) -> None:
+    def __init__(
+        self,
+        run_id: bytes,
+        manifest: Manifest,
+        *,
+        memory: LedgerMemory | None = None,
+        signatures_checked: bool = False,
+    ) -> None:
+        """With `signatures_checked` none is checked here, those within entries included: other processes did it."""
+        memory = memory or LedgerMemory()
         self.run_id = run_id
         self.manifest = manifest
+        self._validators, self._trainer = manifest.validator_ids, manifest.trainer_id
         self.length = 0
         self.tip = run_id
-        self._tips = [run_id]
+        self._tips = bytearray(run_id)
         self.contributors: dict[PeerId, Contributor] = {}
-        self.submissions: dict[bytes, LedgerSubmission] = {}
-        self.batches: dict[int, tuple[bytes, ...]] = {}
-        self.committed: dict[int, Batch] = {}
-        """The entries of `batches`."""
-        self.trained: dict[int, Trained] = {}
-        self._files: set[bytes] = set()
-        self._rules: dict[str, Callable[[Signed[Any]], None]] = {
-            Submission.KIND: self._submission,
-            Verdict.KIND: self._verdict,
-            Batch.KIND: self._batch,
-            Trained.KIND: self._trained,
-            Eviction.KIND: self._eviction,
-        }
+        self.submissions = memory.submissions
+        self.committed = memory.committed
+        self.batches: Mapping[int, tuple[bytes, ...]] = _Batches(memory.committed)
+        """Submissions of each step's batch; the entries are in `committed`."""
+        self.trained = memory.trained
+        self._files = memory.files
+        self._waiting: dict[bytes, int] = {}
+        """Accepted submissions that are in no batch, and the number of their entry."""
+        self._stale: dict[bytes, tuple[int, int]] = {}
+        """Those that no batch can hold any more: number of the entry, and policy."""
+        self._hard: dict[bytes, bytes] = {}
+        """By hard verdict: the submission it rejects."""
+        self._signatures_checked = signatures_checked
+        self._opens: Opener = partial(open_envelope, signature_checked=True) if signatures_checked else open_envelope
 
     @property
     def evicted(self) -> set[PeerId]:
@@ -102,28 +139,38 @@ class LedgerState:
 
         Raises LedgerError (its `rule` says which), or another ProtocolError if the envelope itself is bad.
         """
-        entry = open_entry(data)
+        entry = open_entry(data, signature_checked=self._signatures_checked)
         if entry.record.run_id != self.run_id:
             raise WrongRunError(f"a {entry.record.KIND} of another run")
-        self._rules[entry.record.KIND](entry)
-        self.length += 1
-        self.tip = next_tip(self.tip, entry.id)
-        self._tips.append(self.tip)
+        RULES[type(entry.record)](self, entry)
+        self.pass_over(entry.id)
         return entry
+
+    def pass_over(self, entry_id: bytes) -> None:
+        """Count an entry into the chain and make nothing of it: for audits, which go on after one that is refused."""
+        self.tip = next_tip(self.tip, entry_id)
+        self._tips += self.tip
+        self.length += 1  # last: other threads look up tips below it
 
     def tip_at(self, length: int) -> bytes | None:
         """The tip after the first `length` entries; None when there are fewer."""
-        return self._tips[length] if 0 <= length <= self.length else None
+        start = length * TIP_BYTES
+        return bytes(self._tips[start : start + TIP_BYTES]) if 0 <= length <= self.length else None
 
     def usable(self, step: int) -> list[bytes]:
         """Accepted submissions that a batch for `step` may hold, in ledger order."""
-        return [key for key, one in self.submissions.items() if self._why_unusable(one, step) is None]
+        waiting = sorted(self._waiting, key=self._waiting.__getitem__)
+        return [key for key in waiting if self._why_unusable(self.submissions[key], step) is None]
 
     def stale(self, step: int) -> list[bytes]:
         """Accepted submissions that no batch from `step` on can use any more: dropped, never trained."""
         oldest = step - self.manifest.batch.max_staleness
-        waiting = ((key, one) for key, one in self.submissions.items() if one.state == "accepted")
-        return [key for key, one in waiting if one.used_in is None and one.record.checkpoint_step < oldest]
+        found = [(place, key) for key, (place, policy) in self._stale.items() if policy < oldest]
+        found += [(place, key) for key, place in self._waiting.items() if self._policy_of(key) < oldest]
+        return [key for _, key in sorted(found)]
+
+    def _policy_of(self, submission: bytes) -> int:
+        return self.submissions[submission].record.checkpoint_step
 
     def committed_at_ms(self, step: int) -> int:
         """When the batch before a step's was signed, or the run: the step cannot have opened earlier."""
@@ -131,8 +178,9 @@ class LedgerState:
         return self.manifest.issued_at_ms if before is None else before.issued_at_ms
 
     def next_index(self, author: PeerId, step: int) -> int:
+        """The submission index that must come next."""
         contributor = self.contributors.get(author)
-        return contributor.next_index.get(step, 0) if contributor else 0
+        return contributor.steps.next_index(step) if contributor else 0
 
     def policy_fault(self, author: PeerId, record: Submission) -> str:
         """Why a submission that is not in the ledger may not name its policy; empty if it may.
@@ -140,24 +188,15 @@ class LedgerState:
         Policies never go back from one submission to the next, by step and index, in whatever order they come. The
         policy is a part of the seed: who could choose among several would take the best of as many draws.
         """
-        policies = self.contributors.get(author, Contributor()).policies
-        place = bisect_right(policies, record.step, key=itemgetter(0))
-        if place and record.checkpoint_step < (latest := policies[place - 1])[2]:
-            return (
-                f"checkpoint {record.checkpoint_step} after checkpoint {latest[2]}, which it used at step {latest[0]}"
-            )
-        if place < len(policies) and record.checkpoint_step > (following := policies[place])[1]:
-            return f"checkpoint {record.checkpoint_step} before {following[1]}, which it used at step {following[0]}"
-        return ""
+        contributor = self.contributors.get(author)
+        return contributor.steps.policy_fault(record) if contributor else ""
 
     def record(self, author: PeerId, length: int) -> TrackRecord:
         """What the first `length` entries make of a contributor's work. Raises LedgerError before they are replayed."""
         if length > self.length:
             _refuse("unknown-entry", f"entry {length} was not replayed yet; there are {self.length}")
         contributor = self.contributors.get(author)
-        history = contributor.history if contributor else []
-        known = bisect_right(history, length, key=itemgetter(0))
-        return history[known - 1][1] if known else TrackRecord()
+        return contributor.history.at(length) if contributor else TrackRecord()
 
     # Rules, one a kind. Each checks everything first and only then changes anything.
 
@@ -172,19 +211,18 @@ class LedgerState:
             _refuse("duplicate-file", "this rollout file was submitted before")
         if record.index >= self.manifest.rollout.max_submissions_per_step:
             _refuse("over-cap", f"index {record.index} is over the cap of submissions a step")
-        expected = contributor.next_index.get(record.step, 0)
+        expected = contributor.steps.next_index(record.step)
         if record.index != expected:
             _refuse("not-contiguous", f"index {record.index} at step {record.step}; expected {expected}")
         fault = self.policy_fault(entry.author, record)
         if fault:
             _refuse("policy-back", fault)
-        self.contributors.setdefault(entry.author, contributor).next_index[record.step] = expected + 1
-        _remember_policy(contributor, record)
-        self.submissions[entry.id] = LedgerSubmission(record, entry.author)
+        self.contributors.setdefault(entry.author, contributor).steps.add(record)
+        self.submissions[entry.id] = LedgerSubmission(record, entry.author, self.length)
         self._files.add(record.sha256)
 
     def _verdict(self, entry: Signed[Verdict]) -> None:
-        entry.require_author(*self.manifest.validator_ids)
+        entry.require_author(*self._validators)
         record = entry.record
         submission = self.submissions.get(record.submission)
         if submission is None:
@@ -196,12 +234,14 @@ class LedgerState:
         if record.outcome == "accept" and not record.draw.drawn:
             self._require_undrawn(record)
         submission.verdicts[entry.author] = entry
+        if record.outcome == "reject" and record.hard:
+            self._hard[entry.id] = record.submission
         if submission.state in ("pending", "undecided"):
             self._count(submission, record)
 
     def _require_undrawn(self, verdict: Verdict) -> None:
         try:
-            prove_undrawn(verdict, self.manifest, record_at=self.record)
+            prove_undrawn(verdict, self.manifest, record_at=self.record, opens=self._opens)
         except ProtocolError as error:
             _refuse("draw", f"accepted without the costly checks, and nothing excuses that: {error.message}")
 
@@ -210,28 +250,21 @@ class LedgerState:
         contributor = self.contributors[submission.author]
         if votes.count("accept") >= self.manifest.quorum:
             submission.state = "accepted"
+            self._waiting[latest.submission] = submission.place
             contributor.accepted += 1
-            self._remember(contributor, accepted=True)
+            contributor.history.add(self.length + 1, accepted=True)
             if contributor.standing == "active":
                 contributor.credits += submission.record.output_tokens
         elif votes.count("reject") >= self.manifest.quorum:
             submission.state = "rejected"
             label = latest.reason.partition(":")[0] or "unnamed"
             contributor.rejected[label] = contributor.rejected.get(label, 0) + 1
-            self._remember(contributor, accepted=False)
+            contributor.history.add(self.length + 1, accepted=False)
         elif latest.outcome == "undecided":
             submission.state = "undecided"
 
-    def _remember(self, contributor: Contributor, *, accepted: bool) -> None:
-        before = contributor.history[-1][1] if contributor.history else TrackRecord()
-        if accepted:
-            after = TrackRecord(before.accepted + 1, before.rejected, before.streak + 1)
-        else:
-            after = TrackRecord(before.accepted, before.rejected + 1)
-        contributor.history.append((self.length + 1, after))
-
     def _batch(self, entry: Signed[Batch]) -> None:
-        entry.require_author(self.manifest.trainer_id)
+        entry.require_author(self._trainer)
         record = entry.record
         if record.step != len(self.batches):
             _refuse("step", f"a batch for step {record.step}; the next one is {len(self.batches)}")
@@ -248,8 +281,17 @@ class LedgerState:
             _refuse("short", f"the batch of step {record.step} is not what this run trains on: {fault}")
         for key in record.submissions:
             self.submissions[key].used_in = record.step
-        self.batches[record.step] = record.submissions
+            del self._waiting[key]
         self.committed[record.step] = record
+        self._drop_stale(record.step + 1)
+
+    def _drop_stale(self, step: int) -> None:
+        oldest = step - self.manifest.batch.max_staleness
+        for key, place in list(self._waiting.items()):
+            policy = self._policy_of(key)
+            if policy < oldest:
+                self._stale[key] = (place, policy)
+                del self._waiting[key]
 
     def _why_unusable(self, submission: LedgerSubmission, step: int) -> str | None:
         if submission.state != "accepted":
@@ -264,7 +306,7 @@ class LedgerState:
         return None
 
     def _trained(self, entry: Signed[Trained]) -> None:
-        entry.require_author(self.manifest.trainer_id)
+        entry.require_author(self._trainer)
         step = entry.record.step
         if step != len(self.trained) or step not in self.batches:
             _refuse(
@@ -273,7 +315,7 @@ class LedgerState:
         self.trained[step] = entry.record
 
     def _eviction(self, entry: Signed[Eviction]) -> None:
-        entry.require_author(self.manifest.trainer_id)
+        entry.require_author(self._trainer)
         peer = PeerId(entry.record.contributor)
         contributor = self.contributors.get(peer)
         if contributor is None or contributor.standing == "evicted":
@@ -285,24 +327,22 @@ class LedgerState:
         contributor.credits = 0
 
     def _hard_rejection(self, peer: PeerId, verdict_id: bytes) -> bool:
-        for submission in self._rejected_of(peer):
-            hard = [one for one in submission.verdicts.values() if one.record.outcome == "reject" and one.record.hard]
-            if len(hard) >= self.manifest.quorum and any(one.id == verdict_id for one in hard):
-                return True
-        return False
-
-    def _rejected_of(self, peer: PeerId) -> Iterable[LedgerSubmission]:
-        return (one for one in self.submissions.values() if one.author == peer and one.state == "rejected")
-
-
-def _remember_policy(contributor: Contributor, record: Submission) -> None:
-    policies = contributor.policies
-    place = bisect_right(policies, record.step, key=itemgetter(0))
-    if place and policies[place - 1][0] == record.step:
-        policies[place - 1] = (record.step, policies[place - 1][1], record.checkpoint_step)
-    else:
-        policies.insert(place, (record.step, record.checkpoint_step, record.checkpoint_step))
+        submission = self.submissions.get(self._hard.get(verdict_id, b""))
+        if submission is None or submission.author != peer or submission.state != "rejected":
+            return False
+        hard = [one for one in submission.verdicts.values() if one.record.outcome == "reject" and one.record.hard]
+        return len(hard) >= self.manifest.quorum
 
 
 def _refuse(rule: str, message: str) -> NoReturn:
     raise LedgerError(message, rule=rule)
+
+
+RULES: Final[Mapping[type[Record], Callable[[LedgerState, Signed[Any]], None]]] = {
+    Submission: LedgerState._submission,
+    Verdict: LedgerState._verdict,
+    Batch: LedgerState._batch,
+    Trained: LedgerState._trained,
+    Eviction: LedgerState._eviction,
+}
+ENTRY_KINDS: Final[Mapping[str, type[Record]]] = {kind.KIND: kind for kind in RULES}

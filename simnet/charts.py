@@ -23,6 +23,17 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Interval:
+    """A measured point and the ends of its interval, drawn as a dot on an upright line."""
+
+    x: float
+    y: float
+    low: float
+    high: float
+    title: str
+
+
+@dataclass(frozen=True)
 class Mark:
     """Something that happened at one place on the x axis."""
 
@@ -48,7 +59,13 @@ def escape(text: object, *, max_chars: int = 200) -> str:
 
 
 def line_chart(
-    lines: Sequence[Line], *, x_end: float, y_end: float, hover: Sequence[Mark], marks: Sequence[Mark] = ()
+    lines: Sequence[Line],
+    *,
+    x_end: float,
+    y_end: float,
+    hover: Sequence[Mark],
+    marks: Sequence[Mark] = (),
+    intervals: Sequence[Interval] = (),
 ) -> str:
     """Lines over [0, x_end] × [0, y_end]. `hover` gives columns with a title, `marks` vertical lines."""
     grid = "".join(f'<path class="grid" d="M0 {y:g}H{_WIDTH:g}"/>' for y in (0, 25, 50, 75, 100))
@@ -62,7 +79,8 @@ def line_chart(
         for mark in marks
     )
     columns = "".join(_columns(hover, x_end))
-    return _svg("plot", _HEIGHT, grid + paths + strokes + columns)
+    shapes = "".join(_interval(one, x_end, y_end) for one in intervals)
+    return _svg("plot", _HEIGHT, grid + paths + strokes + columns + shapes)
 
 
 def bar_row(bars: Sequence[Bar], *, x_end: float, marks: Sequence[Mark] = ()) -> str:
@@ -103,6 +121,15 @@ def round_up(value: float) -> float:
     return next(size * factor for factor in (1, 2, 4, 6, 8, 10, 12, 20) if size * factor >= value)
 
 
+def _interval(one: Interval, x_end: float, y_end: float) -> str:
+    x = _x(one.x, x_end)
+    title = f"<title>{escape(one.title)}</title>"
+    return (
+        f'<path class="interval" d="M{x} {_y(one.low, y_end)}V{_y(one.high, y_end)}">{title}</path>'
+        f'<path class="dot" d="M{x} {_y(one.y, y_end)}h0.01">{title}</path>'  # a round dot whatever the stretch
+    )
+
+
 def _mixed(bars: Sequence[Bar]) -> Bar:
     if len(bars) == 1:
         return bars[0]
@@ -140,8 +167,12 @@ def _columns(hover: Sequence[Mark], x_end: float) -> Iterator[str]:
 
 
 def _path(points: Sequence[tuple[float, float]], x_end: float, y_end: float) -> str:
-    steps = (f"{_x(x, x_end)} {_HEIGHT - _HEIGHT * min(1.0, max(0.0, y / y_end)):.2f}" for x, y in points)
+    steps = (f"{_x(x, x_end)} {_y(y, y_end)}" for x, y in points)
     return "M" + "L".join(steps)
+
+
+def _y(y: float, y_end: float) -> str:
+    return f"{_HEIGHT - _HEIGHT * min(1.0, max(0.0, y / y_end)):.2f}"
 
 
 def _x(x: float, x_end: float) -> str:

@@ -45,6 +45,7 @@ RULES: Final[dict[str, _Rule]] = {
     "honest_rejected": _at_most(lambda report: report.honest_rejected),
     "unexpected_exits": _at_most(lambda report: len(report.unexpected_exits)),
     "weights_from_relays_only": _equal(lambda report: report.weights_from_relays_only),
+    "evaluation_rises": _equal(lambda report: report.evaluation_rises),
     "trainer_wait_fraction_at_most": _at_most(lambda report: report.trainer_wait_fraction),
 }
 

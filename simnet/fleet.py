@@ -25,7 +25,7 @@ from typing import Protocol
 
 from protocol.errors import ConfigError, MalformedError, NodeError
 from protocol.identity import PeerId
-from simnet.processes import ProcessKey, ProcessTable, send
+from simnet.processes import ProcessKey, ProcessTable, Usage, send
 from simnet.scenario import Action, NodePlan, Scenario
 
 log = logging.getLogger(__name__)
@@ -91,6 +91,8 @@ class CliCommands:
             flags += ["--listen", launch.listen]
         else:
             flags += ["--threads", str(plan.threads)]
+        if plan.engine != "torch":
+            flags += ["--engine", plan.engine]
         if plan.role in ("relay", "trainer"):
             flags += ["--http-host", _HOST, "--http-port", str(launch.http_port)]
         if plan.cheat:
@@ -112,6 +114,8 @@ class Member:
     """What made the latest process end: a fault's action, `close`, or nothing that we did."""
     offspring: set[ProcessKey] = field(default_factory=set)
     """Every descendant that was ever seen and may still run."""
+    usage: Usage = field(default_factory=Usage)
+    """Of all its processes, in all its lives."""
 
     @property
     def data_dir(self) -> Path:
@@ -208,12 +212,14 @@ class Fleet:
         return True
 
     def reap(self) -> None:
-        """Look who runs, and remember their descendants."""
+        """Look who runs and what it uses, and remember their descendants."""
         table = ProcessTable()
         for member in self.members.values():
             member.offspring = table.alive(member.offspring)
             if member.running and member.process is not None:
                 member.offspring |= table.descendants(member.process.pid)
+            own = table.key(member.process.pid) if member.process is not None else None
+            member.usage.note(table, {*member.offspring, *([own] if own else [])})
 
     def close(self) -> None:
         """End every process: SIGINT, then SIGTERM, then SIGKILL, within `END_TIMEOUT_S`. Ctrl-C meanwhile kills now."""
@@ -327,7 +333,8 @@ def free_ports(count: int) -> list[int]:
 
 def needed_memory_mb(scenario: Scenario) -> int:
     """Estimate of the memory that a scenario's nodes take together."""
-    return sum(RELAY_MB if plan.role == "relay" else COMPUTE_NODE_MB for plan in scenario.nodes())
+    usual = {"relay": RELAY_MB}
+    return sum(plan.memory_mb or usual.get(plan.role, COMPUTE_NODE_MB) for plan in scenario.nodes())
 
 
 def check_memory(scenario: Scenario, available_mb: int | None) -> None:

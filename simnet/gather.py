@@ -63,17 +63,38 @@ class VerdictRow(Struct):
     mean_reward: float | None = None
 
 
+class PassSeen(Struct):
+    """One pass@k of an evaluation, with the ends of its 95 % interval."""
+
+    k: int
+    value: float
+    low: float
+    high: float
+
+
+class EvaluationSeen(Struct):
+    """What the trainer measured of one policy on held-out prompts."""
+
+    step: int
+    pass_at: list[PassSeen] = []
+    reward: float | None = None
+
+
 class Details(Struct):
     """What the roles add; each fills its own."""
 
     total_steps: int | None = None
     rewards: list[tuple[int, float | None]] = []
+    evaluations: list[EvaluationSeen] = []
     wait_s: float = 0.0
     train_s: float = 0.0
     contributors: list[Contributor] = []
     verdicts: list[VerdictRow] = []
     bytes_in: int = 0
     bytes_out: int = 0
+    patched_bytes: int = 0
+    full_bytes: int = 0
+    saved_bytes: int = 0
 
 
 class Status(Struct):
@@ -116,6 +137,8 @@ class NodeRecord(Struct):
     cheat: str | None = None
     lives: list[Life] = []
     timeline: list[tuple[int, str, str]] = []
+    cpu_s: float = 0.0
+    peak_memory_bytes: int = 0
 
     @property
     def status(self) -> Status | None:
@@ -230,6 +253,7 @@ class Gatherer:
     def _note(self, member: Member, record: NodeRecord, status: Status | None) -> None:
         if member.process is None:
             return
+        record.cpu_s, record.peak_memory_bytes = member.usage.cpu_s, member.usage.peak_bytes
         if not record.lives or record.lives[-1].pid != member.process.pid:
             record.lives.append(Life(pid=member.process.pid, started_ms=now_ms()))
         life = record.lives[-1]

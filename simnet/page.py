@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from string import Template
 
-from simnet.charts import Bar, Line, Mark, bar_row, escape, line_chart, round_up, ticks
+from simnet.charts import Bar, Interval, Line, Mark, bar_row, escape, line_chart, round_up, ticks
 from simnet.gather import Life, NodeRecord, Recording, VerdictRow
 from simnet.summary import NodeSummary, Report
 
@@ -18,6 +18,7 @@ MAX_VERDICTS = 500
 MAX_REASONS = 20
 SHORT_REASON_CHARS = 24
 MIN_SMOOTHED_STEPS = 20
+MAX_EVALUATIONS = 500
 MIN_MINUTES_AXIS_S = 180
 _TEMPLATE = Path(__file__).parent / "report.html"
 _OUTCOMES = {
@@ -147,13 +148,35 @@ def _reward_chart(report: Report) -> str:
         if len(points) >= MIN_SMOOTHED_STEPS
         else [Line("smooth", points)]
     )
-    plot = line_chart(lines, x_end=x_end, y_end=y_end, hover=hover, marks=marks)
+    plot = line_chart(lines, x_end=x_end, y_end=y_end, hover=hover, marks=marks, intervals=_intervals(report))
     return _framed(
         plot,
         [f"{y_end * part / 4:.2f}" for part in range(5)],
         [(x / x_end, f"{x:g}") for x in ticks(x_end)],
-        "training step",
+        f"training step{_held_out(report)}",
     )
+
+
+def _intervals(report: Report) -> list[Interval]:
+    """pass@1 on held-out prompts, with its 95 % interval."""
+    shown = [(one.step, score) for one in report.evaluations[:MAX_EVALUATIONS] for score in one.pass_at if score.k == 1]
+    return [
+        Interval(float(step), score.value, score.low, score.high, _pass_text(step, score.value, score.low, score.high))
+        for step, score in shown
+    ]
+
+
+def _pass_text(step: int, value: float, low: float, high: float) -> str:
+    return f"after {step} steps: pass@1 {value:.3f} on held-out prompts (95 %: {low:.3f} to {high:.3f})"
+
+
+def _held_out(report: Report) -> str:
+    """The last evaluation in words: what hovering shows must not be the only place."""
+    last = report.evaluations[-1] if report.evaluations else None
+    if last is None:
+        return ""
+    scores = (f"pass@{one.k} {one.value:.2f} ({one.low:.2f} to {one.high:.2f})" for one in last.pass_at[:8])
+    return f" · dots: held-out prompts, after {last.step} steps {', '.join(scores)}"
 
 
 def _progress_chart(recording: Recording) -> str:
@@ -273,12 +296,25 @@ def _traffic(report: Report) -> str:
         ]
         for name, relay in report.bytes_by_relay.items()
     ]
-    return _table(["relay", "", "gave out", "took in"], rows, none="There was no relay.", numeric=(2, 3))
+    table = _table(["relay", "", "gave out", "took in"], rows, none="There was no relay.", numeric=(2, 3))
+    return table + _downloads(report)
+
+
+def _downloads(report: Report) -> str:
+    """How much patches spared, over everyone who downloads."""
+    found = report.downloads
+    if not found.patched_bytes + found.full_bytes:
+        return ""
+    stood_for = format_bytes(found.patched_bytes + found.saved_bytes)
+    return (
+        f'<p class="aside">Policies came as {format_bytes(found.patched_bytes)} of patches that stood for {stood_for}, '
+        f"and as {format_bytes(found.full_bytes)} of whole shards.</p>"
+    )
 
 
 def _nodes(report: Report) -> str:
-    head = ["node", "role", "state", "starts", "peer id", "log"]
-    return _table(head, [_node(node) for node in report.nodes], none="There are none.", numeric=(3,))
+    head = ["node", "role", "state", "starts", "CPU", "memory", "peer id", "log"]
+    return _table(head, [_node(node) for node in report.nodes], none="There are none.", numeric=(3, 4, 5))
 
 
 def _node(node: NodeSummary) -> list[str]:
@@ -288,6 +324,8 @@ def _node(node: NodeSummary) -> list[str]:
         escape(node.role),
         f'<span class="{style}">{escape(node.state)}</span>',
         str(node.starts),
+        format_seconds(node.cpu_s),
+        f"{node.peak_memory_mb} MB",
         f'<span class="mono">{escape(node.peer_id)}</span>',
         f'<a href="{escape(node.log)}">log</a>',
     ]

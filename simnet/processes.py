@@ -1,4 +1,4 @@
-"""Operating system processes: who descends from whom, and ending a tree of them for good.
+"""Operating system processes: who descends from whom, what they use, and ending a tree of them for good.
 
 Works on what it is given by pid and start time, so that a pid used again is never mistaken for the old process.
 Without /proc (other systems than Linux) only process groups are known.
@@ -10,8 +10,11 @@ import os
 import signal
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+_TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,28 @@ class _Row:
     key: ProcessKey
     parent: int
     zombie: bool
+    cpu_s: float
+    memory_bytes: int
+
+
+@dataclass
+class Usage:
+    """What some processes took of the machine, looked at from time to time: the last moments of each are missed."""
+
+    peak_bytes: int = 0
+    """Most memory that they had together; pages that several share count for each."""
+    _cpu_s: dict[ProcessKey, float] = field(default_factory=dict)
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU time, in user mode and in the kernel."""
+        return sum(self._cpu_s.values())
+
+    def note(self, table: ProcessTable, keys: Iterable[ProcessKey]) -> None:
+        """Take in what the processes of one node have used by now."""
+        rows = table.rows(keys)
+        self._cpu_s.update({row.key: row.cpu_s for row in rows})
+        self.peak_bytes = max(self.peak_bytes, sum(row.memory_bytes for row in rows))
 
 
 class ProcessTable:
@@ -51,7 +76,16 @@ class ProcessTable:
 
     def alive(self, keys: Iterable[ProcessKey]) -> set[ProcessKey]:
         """Those that still run (a zombie does not)."""
-        return {key for key in keys if (row := self._rows.get(key.pid)) and row.key == key and not row.zombie}
+        return {row.key for row in self.rows(keys) if not row.zombie}
+
+    def rows(self, keys: Iterable[ProcessKey]) -> list[_Row]:
+        """What was seen of those that are still there."""
+        return [row for key in keys if (row := self._rows.get(key.pid)) and row.key == key]
+
+    def key(self, pid: int) -> ProcessKey | None:
+        """The process that had a pid."""
+        row = self._rows.get(pid)
+        return row.key if row else None
 
 
 def send(pid: int, number: signal.Signals, *, group: bool = False) -> None:
@@ -69,6 +103,12 @@ def _read_row(entry: str) -> _Row | None:
     except OSError:  # it ended while we looked
         return None
     fields = text.rpartition(")")[2].split()  # the name before it may hold spaces and parentheses
-    if len(fields) < 20:
+    if len(fields) < 22:
         return None
-    return _Row(ProcessKey(int(entry), int(fields[19])), parent=int(fields[1]), zombie=fields[0] in "ZX")
+    return _Row(
+        key=ProcessKey(int(entry), int(fields[19])),
+        parent=int(fields[1]),
+        zombie=fields[0] in "ZX",
+        cpu_s=(int(fields[11]) + int(fields[12])) / _TICKS_A_SECOND,
+        memory_bytes=int(fields[21]) * _PAGE_BYTES,
+    )

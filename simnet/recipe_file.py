@@ -27,15 +27,22 @@ def write_recipe(run: RunPlan, path: Path, *, seed: int) -> None:
 
 
 def to_toml(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Lines of TOML for nested tables of texts, numbers, truths and lists of these."""
+    """Lines of TOML for nested tables of texts, numbers, truths and lists of these or of tables."""
     inner = {key: value for key, value in table.items() if isinstance(value, Mapping)}
     if prefix:
         yield f"[{prefix}]"
     for key, value in table.items():
         if key not in inner:
-            yield f"{_json(key)} = {_json(value)}"
+            yield f"{_json(key)} = {_inline(value)}"
     for key, value in inner.items():
         yield from to_toml(value, f"{prefix}.{_json(key)}" if prefix else _json(key))
+
+
+def _inline(value: Any) -> str:
+    """A value on one line; tables in lists have no line of their own."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_json(key)} = {_inline(inner)}" for key, inner in value.items()) + "}"
+    return f"[{', '.join(map(_inline, value))}]" if isinstance(value, list | tuple) else _json(value)
 
 
 def _json(value: Any) -> str:

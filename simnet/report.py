@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from simnet.expectations import judge
-from simnet.gather import Contributor, Life, NodeRecord, Outcome, Recording, as_json
+from simnet.gather import Contributor, EvaluationSeen, Life, NodeRecord, Outcome, Recording, as_json
 from simnet.page import render_page
-from simnet.summary import NodeSummary, Report, Traffic
+from simnet.summary import Downloads, NodeSummary, Report, Traffic
 
 GOOD_OUTCOMES: tuple[Outcome, ...] = ("finished", "reached")
 
@@ -25,6 +25,7 @@ def build_report(recording: Recording) -> Report:
     honest = [_of(contributors, node) for node in recording.nodes if node.role == "inference" and not node.cheat]
     cheats = [_of(contributors, node) for node in recording.nodes if node.cheat]
     busy_s = trainer.wait_s + trainer.train_s
+    evaluations = sorted(trainer.evaluations, key=lambda one: one.step)
     report = Report(
         scenario=recording.scenario.name,
         title=recording.scenario.title,
@@ -38,6 +39,8 @@ def build_report(recording: Recording) -> Report:
         steps=len(reward),
         total_steps=trainer.total_steps,
         reward=reward,
+        evaluations=evaluations,
+        evaluation_rises=_rises(evaluations),
         reward_last_tenth=last,
         reward_gain=None if first is None or last is None else last - first,
         accepted=recording.accepted,
@@ -50,6 +53,7 @@ def build_report(recording: Recording) -> Report:
         trainer_wait_fraction=trainer.wait_s / busy_s if busy_s > 0 else None,
         bytes_by_relay={node.name: _traffic(node) for node in recording.nodes if node.role == "relay"},
         weights_from_relays_only=_weights_from_relays_only(recording),
+        downloads=_downloads(recording),
         unexpected_exits=list(_unexpected_exits(recording, contributors)),
         nodes=[_summary(node, contributors.get(node.peer_id)) for node in recording.nodes],
         faults=recording.faults,
@@ -97,6 +101,21 @@ def _traffic(node: NodeRecord) -> Traffic:
     return Traffic(sum(part.bytes_in for part in details), sum(part.bytes_out for part in details))
 
 
+def _rises(evaluations: Sequence[EvaluationSeen]) -> bool | None:
+    """Whether the last pass@1 is above the first beyond what chance explains; None where there are no two."""
+    scores = [score for one in evaluations for score in one.pass_at if score.k == 1]
+    return scores[-1].low > scores[0].high if len(scores) > 1 else None
+
+
+def _downloads(recording: Recording) -> Downloads:
+    details = [life.status.details for node in recording.nodes for life in node.lives if life.status]
+    return Downloads(
+        patched_bytes=sum(part.patched_bytes for part in details),
+        full_bytes=sum(part.full_bytes for part in details),
+        saved_bytes=sum(part.saved_bytes for part in details),
+    )
+
+
 def _weights_from_relays_only(recording: Recording) -> bool | None:
     """Whether everything that inference nodes and validators took in came from the fleet's relays."""
     relays = {node.peer_id for node in recording.nodes if node.role == "relay"}
@@ -141,6 +160,8 @@ def _summary(node: NodeRecord, contributor: Contributor | None) -> NodeSummary:
         rejected=contributor.rejected if contributor else {},
         refused=_refused(node, contributor),
         starts=len(node.lives),
+        cpu_s=round(node.cpu_s, 1),
+        peak_memory_mb=node.peak_memory_bytes >> 20,
         exit_code=last.exit_code if last else None,
         log=f"nodes/{node.name}/log.txt",
     )

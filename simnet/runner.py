@@ -18,6 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
+from node.run_create import model_directory
 from protocol.errors import ConfigError, DataDirError, NodeError
 from simnet.faults import FaultPlan
 from simnet.fleet import CliCommands, Commands, Fleet, available_memory_mb, check_memory
@@ -26,6 +27,8 @@ from simnet.live import View, make_view
 from simnet.recipe_file import write_recipe
 from simnet.report import write_report
 from simnet.scenario import Scenario, load_scenario
+from simnet.weights import drop_weights
+from trainer.recipe import load_recipe
 
 log = logging.getLogger(__name__)
 
@@ -54,11 +57,14 @@ def run_scenario(
     check_memory(scenario, available_memory_mb())
     out = _make_out_dir(Path(out_dir))
     write_recipe(scenario.run, out / "recipe.toml", seed=seed)
+    model_directory(load_recipe(out / "recipe.toml").model.source)  # made or downloaded while nobody waits for it
     console = Console()
     with _terminable(), Fleet(scenario, out, commands=commands or CliCommands(), seed=seed) as fleet:
         recording = Simulation(scenario, fleet, recipe=out / "recipe.toml", seed=seed).run(
             make_view(console, live=live)
         )
+    if not scenario.run.keep_weights:
+        drop_weights(member.data_dir for member in fleet.members.values())
     report, path = write_report(recording, out)
     if report.outcome == "interrupted":
         _say(console, "interrupted: the expectations are judged by what there was until then")

@@ -24,6 +24,7 @@ MAX_FILE_BYTES = 256 * 1024
 MAX_NODES = 64
 
 Role = Literal["trainer", "relay", "validator", "inference"]
+Engine = Literal["torch", "transformers", "vllm"]
 Action = Literal["kill", "stop", "continue", "leave", "join"]
 NodeName = Annotated[str, Meta(min_length=1, max_length=24, pattern=r"^[a-z][a-z0-9-]*$")]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
@@ -57,6 +58,8 @@ class RunPlan(Part, frozen=True, kw_only=True):
     name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")] = "simnet"
     overrides: dict[str, Any] = {}
     """Recipe settings to replace, by their names in the recipe."""
+    keep_weights: bool = True
+    """Whether checkpoints stay on the nodes' disks. If not, the trainer keeps the newest, and the others none."""
 
 
 class FleetEntry(Part, frozen=True, kw_only=True):
@@ -67,8 +70,12 @@ class FleetEntry(Part, frozen=True, kw_only=True):
     """Without one: the cheat's name, or the role."""
     count: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 1
     cheat: str | None = None
+    engine: Engine = "torch"
+    """What an inference node generates with."""
     threads: Annotated[int, Meta(ge=1, le=64)] = 1
     nice: Annotated[int, Meta(ge=0, le=19)] = 0
+    memory_mb: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+    """What one of them takes; unless given, what nodes of small policies do."""
 
 
 class Fault(Part, frozen=True, kw_only=True):
@@ -102,6 +109,7 @@ class Expect(Part, frozen=True, kw_only=True):
     honest_rejected: Natural | None = None
     unexpected_exits: Natural | None = None
     weights_from_relays_only: bool | None = None
+    evaluation_rises: bool | None = None
     trainer_wait_fraction_at_most: Fraction | None = None
 
 
@@ -113,6 +121,8 @@ class NodePlan(Part, frozen=True, kw_only=True):
     cheat: str | None
     threads: int
     nice: int
+    engine: Engine = "torch"
+    memory_mb: int | None = None
     absent: bool
     """Starts only when a `join` says so: true where the first fault of the node is one."""
 
@@ -147,6 +157,8 @@ class Scenario(Part, frozen=True, kw_only=True):
             cheat=entry.cheat,
             threads=entry.threads,
             nice=entry.nice,
+            engine=entry.engine,
+            memory_mb=entry.memory_mb,
             absent=first == "join",
         )
 
@@ -266,6 +278,9 @@ def _check_fleet(scenario: Scenario) -> None:
     honest = [node for node in nodes if node.role != "inference" and node.cheat]
     if honest:
         raise ConfigError(f"{honest[0].name}: a cheat is an inference node, not a {honest[0].role}")
+    others = [node for node in nodes if node.role != "inference" and node.engine != "torch"]
+    if others:
+        raise ConfigError(f"{others[0].name}: only inference nodes choose their engine, a {others[0].role} uses torch")
 
 
 def _check_faults(scenario: Scenario) -> None:

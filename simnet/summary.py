@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from simnet.gather import FaultMark, Outcome
+from simnet.gather import EvaluationSeen, FaultMark, Outcome
 
 
 class Expectation(Struct, frozen=True):
@@ -23,6 +23,17 @@ class Traffic(Struct):
     bytes_out: int
 
 
+class Downloads(Struct):
+    """How policies came to the nodes that download them, all of these together."""
+
+    patched_bytes: int
+    """Received as patches between two checkpoints, or packed."""
+    full_bytes: int
+    """Received as whole shards."""
+    saved_bytes: int
+    """What the patches stood for, beyond their own size."""
+
+
 class NodeSummary(Struct):
     """One node at the end."""
 
@@ -38,6 +49,10 @@ class NodeSummary(Struct):
     refused: dict[str, int]
     """What relays did not take from it, such as rollouts that came too late: nobody judged them."""
     starts: int
+    cpu_s: float
+    """Of all its processes; the last moments of each are missed."""
+    peak_memory_mb: int
+    """Of all its processes together; pages that several share count for each."""
     exit_code: int | None
     log: str
 
@@ -59,6 +74,10 @@ class Report(Struct):
     total_steps: int | None
     reward: list[float | None]
     """Mean reward of each trained step."""
+    evaluations: list[EvaluationSeen]
+    """pass@k of policies on held-out prompts, by the number of steps they were trained for."""
+    evaluation_rises: bool | None
+    """Whether pass@1 of the last one lies above the first one's, and their 95 % intervals apart."""
     reward_last_tenth: float | None
     reward_gain: float | None
     """Last tenth against first tenth."""
@@ -74,6 +93,7 @@ class Report(Struct):
     bytes_by_relay: dict[str, Traffic]
     weights_from_relays_only: bool | None
     """Nothing where no node downloaded anything."""
+    downloads: Downloads
     unexpected_exits: list[str]
     nodes: list[NodeSummary]
     faults: list[FaultMark]

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from cli_kit import run_cli as run_cli
 
 from protocol.identity import Identity
 

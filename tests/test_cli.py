@@ -84,17 +84,17 @@ def test_id_creates_a_key_once_and_prints_it_alone(cli, tmp_path):
 
 
 def test_the_data_directory_can_come_from_the_environment(cli, tmp_path):
-    cli("id", INTELLECT_DATA_DIR=str(tmp_path / "e"))
+    cli("id", INTELLECT_NODE_DATA_DIR=str(tmp_path / "e"))
     assert (tmp_path / "e" / "identity.key").exists()
 
 
 def test_an_encrypted_key_needs_its_passphrase(cli, tmp_path):
-    made = cli("id", "--data-dir", tmp_path / "a", INTELLECT_PASSPHRASE="hunter2")
-    assert cli("id", "--data-dir", tmp_path / "a", INTELLECT_PASSPHRASE="hunter2").stdout == made.stdout
+    made = cli("id", "--data-dir", tmp_path / "a", INTELLECT_NODE_PASSPHRASE="hunter2")
+    assert cli("id", "--data-dir", tmp_path / "a", INTELLECT_NODE_PASSPHRASE="hunter2").stdout == made.stdout
     refused = cli("id", "--data-dir", tmp_path / "a")
     assert refused.returncode == 1
     assert "error: the key file" in refused.stderr
-    assert "next: set INTELLECT_PASSPHRASE" in refused.stderr
+    assert "next: set INTELLECT_NODE_PASSPHRASE" in refused.stderr
 
 
 def test_errors_have_a_message_a_hint_and_an_exit_code(cli, tmp_path):
@@ -116,6 +116,9 @@ def test_errors_have_a_message_a_hint_and_an_exit_code(cli, tmp_path):
         (["--threads", "1", "id"], "--threads before `id` has no effect"),
         (["run", "create", "--recipe", "demo"], "--validator"),
         (["nonsense"], "nonsense"),
+        (["eval", "--model", "."], "either --tasks or --environment"),
+        (["policy", "export", "--out", "x", "--dtype", "int3"], "no such number format: 'int3'"),
+        (["run", "create", "--recipe", "no-such-recipe", "--dry-run"], "there is no recipe 'no-such-recipe'"),
     ],
 )
 def test_usage_errors_exit_with_2(cli, args, text):
@@ -126,9 +129,9 @@ def test_usage_errors_exit_with_2(cli, args, text):
 
 
 def test_an_unknown_variable_is_refused(cli):
-    failed = cli("--role", "relay", "--run", f"{ALICE}/demo", "--dry-run", INTELLECT_TREADS="4")
+    failed = cli("--role", "relay", "--run", f"{ALICE}/demo", "--dry-run", INTELLECT_NODE_TREADS="4")
     assert failed.returncode == 2
-    assert "did you mean INTELLECT_THREADS?" in failed.stderr
+    assert "did you mean INTELLECT_NODE_THREADS?" in failed.stderr
 
 
 def test_dry_run_prints_settings_and_sources_and_starts_nothing(cli, tmp_path):
@@ -137,7 +140,7 @@ def test_dry_run_prints_settings_and_sources_and_starts_nothing(cli, tmp_path):
     done = cli(
         *("--role", "relay", "--run", f"{ALICE}/demo", "--config", tmp_path / "node.toml", "--http-port", "0"),
         *("--bootstrap", peers[0], "--bootstrap", peers[1], "--stay", "--dry-run"),
-        INTELLECT_PASSPHRASE="hunter2",
+        INTELLECT_NODE_PASSPHRASE="hunter2",
     )
     assert done.returncode == 0, done.stderr
     assert 'role = "relay"  # --role' in done.stdout
@@ -162,6 +165,29 @@ def test_create_and_show_a_run(cli, tmp_path):
     assert f"run = {operator}/first" in cli("run", "show", "--data-dir", tmp_path / "t").stdout
 
 
+def test_a_run_without_a_validator_makes_nothing(cli, tmp_path):
+    assert cli("run", "create", "--recipe", "demo", "--data-dir", tmp_path / "t").returncode == 2
+    assert not (tmp_path / "t").exists()
+
+
+def test_dry_run_of_a_run_says_what_it_would_need_and_makes_nothing(cli, tmp_path):
+    done = cli("run", "create", "--recipe", "target-short", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "Qwen/QwQ-32B, 32,763,876,352 parameters" in done.stdout
+    plan = json.loads(cli("run", "create", "--recipe", "target-short", "--dry-run", "--json").stdout)
+    assert plan["policy_bytes"] == 65_527_752_704
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_policy_is_exported(cli, tmp_path):
+    cli("run", "create", "--recipe", "demo", "--data-dir", tmp_path / "t", "--validator", BOB)
+    done = cli("policy", "export", "--from", tmp_path / "t" / "run" / "policy-0", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "tokenizer_config.json").exists()
+    failed = cli("policy", "export", "--data-dir", tmp_path / "t", "--out", tmp_path / "other")
+    assert "neither a model nor a usable checkpoint" in failed.stderr
+
+
 def test_show_without_a_run_tells_how_to_create_one(cli, tmp_path):
     failed = cli("run", "show", "--data-dir", tmp_path)
     assert failed.returncode == 1
@@ -175,7 +201,7 @@ def test_an_unknown_scenario_is_named(cli, tmp_path):
 
 
 def report_of(code):
-    script = f"import cli\nfrom protocol.errors import *\ndef app(): {code}\ncli.app = app\ncli.main()"
+    script = f"import cli\nfrom protocol.errors import *\ndef app(**_): {code}\ncli.app = app\ncli.main()"
     return subprocess.run(
         [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=60, check=False
     )
@@ -192,7 +218,7 @@ def test_an_unexpected_error_is_one_line_and_a_hint():
 
 def test_a_nurserys_group_is_unwrapped():
     done = report_of("raise ExceptionGroup('g', [ExceptionGroup('h', [VersionError('newer', hint='upgrade')])])")
-    assert done.returncode == 10
+    assert done.returncode == 3
     assert done.stderr == "error: newer\n  next: upgrade\n"
 
 
@@ -200,3 +226,13 @@ def test_a_peers_text_cannot_drive_the_terminal():
     """Attack: a relay's refusal holds terminal codes."""
     done = report_of(r"raise RefusedError('no\x1b[2J\r\nerror: forged', code='x')")
     assert done.stderr == "error: no\\x1b[2J\\r\\nerror: forged\n"
+
+
+def test_a_gpu_is_a_device(cli):
+    given = ("--role", "inference", "--run", f"{ALICE}/demo", "--dry-run", "--gpu", "1", "--max-memory", "8GiB")
+    done = cli(*given)
+    assert 'device = "cuda:1"' in done.stdout
+    assert 'max_memory = "8GiB"' in done.stdout
+    both = cli(*given, "--device", "cpu")
+    assert both.returncode == 2
+    assert "--gpu and --device both say where to compute" in both.stderr

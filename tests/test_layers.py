@@ -17,6 +17,7 @@ BELOW = {
     "node": {"p2p", "trainer", "environments", "protocol"},
     "simnet": {"node", "p2p", "trainer", "environments", "protocol"},
     "bench": {"simnet", "node", "p2p", "trainer", "environments", "protocol"},
+    "tools": {"cli", "simnet", "node", "p2p", "trainer", "environments", "protocol"},
     "cli": {"simnet", "node", "p2p", "trainer", "environments", "protocol"},
 }
 COMPUTING = {"torch", "transformers", "vllm", "safetensors"}

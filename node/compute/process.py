@@ -309,6 +309,8 @@ class _Child:
             return "ran out of memory"
         if code == -signal.SIGKILL:
             return "was killed by signal 9, probably because the machine ran out of memory,"
+        if code == -signal.SIGALRM:  # node.compute.watchdog
+            return "stopped answering and was ended"
         return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
     def last_words(self) -> str:

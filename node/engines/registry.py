@@ -1,6 +1,6 @@
 """The engines by name, and how a compute process is told which one to run.
 
-An engine's module is imported when it is asked for; where a library of an extra is missing, the error names the extra.
+An engine's module is imported when it is asked for, and a library of an extra only when the engine is made.
 """
 
 from __future__ import annotations
@@ -11,38 +11,30 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 from node.engines.base import Engine
-from protocol.errors import ConfigError, ModelError
+from protocol.errors import ConfigError
 
 
 class _Entry(NamedTuple):
     module: str
     factory: str
-    extra: str
-    """What installs the library that it needs beside the project's own."""
 
 
 ENGINES: Final = {
-    "torch": _Entry("node.engines.torch_engine", "TorchEngine", ""),
-    "transformers": _Entry("node.engines.torch_engine", "transformers_engine", ""),
-    "vllm": _Entry("node.engines.vllm_engine", "VllmEngine", "vllm"),
+    "torch": _Entry("node.engines.torch_engine", "TorchEngine"),
+    "transformers": _Entry("node.engines.torch_engine", "transformers_engine"),
+    "vllm": _Entry("node.engines.vllm_engine", "VllmEngine"),
 }
 
 
 def engine_factory(name: str) -> Callable[..., Engine]:
     """What makes an engine from dtype, device, max_batch and max_memory_bytes.
 
-    Raises ConfigError for an unknown name, ModelError where what the engine needs is not installed.
+    Raises ConfigError for an unknown name; making one raises ModelError where a library that it needs is not installed.
     """
     if name not in ENGINES:
         raise ConfigError(f"there is no engine {name[:40]!r}", hint=f"known: {', '.join(ENGINES)}")
     entry = ENGINES[name]
-    try:
-        factory: Callable[..., Engine] = getattr(importlib.import_module(entry.module), entry.factory)
-    except ModuleNotFoundError as error:
-        raise ModelError(
-            f"the engine {name} is not installed: there is no module {error.name}",
-            hint=f"pip install 'intellect-node[{entry.extra}]', or start with --engine torch",
-        ) from error
+    factory: Callable[..., Engine] = getattr(importlib.import_module(entry.module), entry.factory)
     return factory
 
 
@@ -53,12 +45,17 @@ def engine_from_environment(*, engine: str | None = None) -> Engine:
         import torch
 
         torch.set_num_threads(threads)
-    return engine_factory(engine or os.environ.get("INTELLECT_ENGINE", "torch"))(**_options())
+    name = engine or os.environ.get("INTELLECT_ENGINE", "torch")
+    return engine_factory(name)(**_options(name))
 
 
-def _options() -> dict[str, Any]:
+def _options(name: str) -> dict[str, Any]:
+    shared = int(os.environ.get("INTELLECT_TENSOR_PARALLEL", "1"))
+    if shared > 1 and name != "vllm":
+        raise ConfigError(f"the engine {name} runs on one device, not on {shared}", hint="start with --engine vllm")
     return {
         "dtype": os.environ.get("INTELLECT_DTYPE", "float32"),
         "device": os.environ.get("INTELLECT_DEVICE", "cpu"),
         "max_memory_bytes": int(os.environ.get("INTELLECT_MAX_MEMORY_BYTES", "0")),
+        **({"tensor_parallel": shared} if shared > 1 else {}),
     }

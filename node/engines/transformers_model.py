@@ -173,7 +173,7 @@ class _CachedRows:
 
 def _read(model_dir: Path, *, dtype: torch.dtype, device: torch.device) -> Any:
     weight_files(model_dir)
-    _refuse_code(model_dir / "config.json")
+    refuse_code(model_dir / "config.json")
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -208,7 +208,8 @@ class _Declared(msgspec.Struct):
     quantization_config: Any = None
 
 
-def _refuse_code(path: Path) -> None:
+def refuse_code(path: Path) -> None:
+    """Raise ModelError where a config.json asks for code of its own, or for quantised weights."""
     try:
         declared = msgspec.json.decode(path.read_bytes()[: 1 << 20], type=_Declared)
     except (OSError, msgspec.MsgspecError, RecursionError) as error:

@@ -99,6 +99,19 @@ def read_weights(model_dir: Path, config: ModelConfig, *, dtype: torch.dtype) ->
     return dict(WeightFiles(model_dir, config, dtype=dtype))
 
 
+def tensor_shapes(model_dir: Path) -> dict[str, Shape]:
+    """Shapes of all tensors of a model of any architecture, by name, from the files' headers. Raises ModelError."""
+    shapes: dict[str, Shape] = {}
+    for path in weight_files(model_dir):
+        try:
+            with path.open("rb") as file:
+                entries, _ = _read_header(file, path)
+        except OSError as error:
+            raise ModelError(f"cannot read {path}: {error.strerror}") from error
+        shapes |= {name: entry.shape for name, entry in entries.items()}
+    return shapes
+
+
 def _layer_tensors(config: ModelConfig) -> dict[str, Shape]:
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim

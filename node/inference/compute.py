@@ -22,6 +22,7 @@ from node.engines.registry import engine_from_environment
 from node.engines.rewards import answer_rewards
 from node.engines.tokenizer import Tokenizer
 from node.engines.turns import play_turns, turns_of
+from node.inference.self_test import self_test
 from protocol.errors import MalformedError, ModelError
 from protocol.records import Manifest
 from protocol.rollouts import Rollout, mean_reward, told_rewards, write_rollouts
@@ -99,6 +100,12 @@ class RolloutWorker:
             "dtype": self.engine.info.dtype,
             "seconds": time.monotonic() - started,
         }
+
+    def self_test(self, manifest: bytes) -> dict[str, Any]:
+        """Whether what this engine generates holds against its own pass (node.inference.self_test)."""
+        if self._tokenizer is None:
+            raise ModelError("no policy is loaded, so nothing can be generated")
+        return self_test(self.engine, self._tokenizer, _decode_manifest(manifest))
 
     def policy_dir(self, checkpoint_dir: Path) -> Path:
         """Where the weights to generate with lie."""
@@ -183,7 +190,7 @@ def _throttled(progress: Callable[[dict[str, Any]], None] | None) -> TokenProgre
 
 def run_worker(worker: RolloutWorker) -> None:
     """Answer the node's calls with this worker until the node is gone."""
-    serve({"load": worker.load, "generate": worker.generate})
+    serve({"load": worker.load, "generate": worker.generate, "self_test": worker.self_test})
 
 
 def main() -> None:

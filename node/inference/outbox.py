@@ -53,6 +53,7 @@ class Outbox:
     """Submissions of one node, by state. Every change is on disk when its method returns. Raises DataDirError."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._db = Database(path, _SCHEMA, name="the outbox")
 
     def close(self) -> None:
@@ -103,6 +104,15 @@ class Outbox:
         """The envelope of the submission whose file lies at `path`."""
         row = self._db.row("SELECT envelope FROM submissions WHERE path = ?", str(path))
         return None if row is None else bytes(row[0])
+
+    def submission(self, submission_id: bytes) -> Submission | None:
+        """What was signed for, by its id."""
+        row = self._db.row("SELECT envelope FROM submissions WHERE id = ?", submission_id)
+        return None if row is None else open_envelope(row[0], Submission).record
+
+    def accepted_tokens(self) -> int:
+        """Output tokens of accepted work: what credits are counted in."""
+        return int(self._one("SELECT COALESCE(SUM(tokens), 0) FROM submissions WHERE state = 'accepted'")[0])
 
     def refused(self, submission_id: bytes, reason: str) -> None:
         """A relay said no for good; the submission will never be judged."""

@@ -27,12 +27,13 @@ from node.version import SOFTWARE
 from protocol.envelope import Signed, open_envelope, seal
 from protocol.errors import ComputeCrashed, ComputeError, NodeError, ProtocolError, RefusedError, RelayError
 from protocol.identity import Identity, PeerId
-from protocol.records import Head, Submission, Verdict
+from protocol.records import Head, Manifest, Submission, Verdict
 
 log = logging.getLogger(__name__)
 
 GENERATE_TIMEOUT_S = 3600.0
 LOAD_TIMEOUT_S = 600.0
+SELF_TEST_TIMEOUT_S = 600.0
 MAX_UNSENT = 16
 """Generation pauses while this many submissions wait for a relay."""
 RESEND_AFTER_S = 60.0
@@ -49,6 +50,10 @@ RETRY_CODES = frozenset(
 
 class Evicted(NodeError):
     """Raised when the run has evicted this node."""
+
+
+class SelfTestFailed(NodeError):
+    """Raised when what this machine generates would be rejected: working on would only cost it its standing."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,8 @@ class InferenceParts:
     feeds: Feeds
     board: StatusBoard
     work_dir: Path
+    tests_itself: bool = False
+    """Whether it checks its own proofs before it works; a simulated cheat does not."""
 
 
 class InferenceRole:
@@ -97,6 +104,11 @@ class InferenceRole:
         self._p = parts
         self._manifest = parts.swarm.manifest
         self._loaded: tuple[bytes, int] | None = None
+        self._tested = not parts.tests_itself
+        self._leaving = False
+        self._idle = trio.Event()
+        """Set while nothing is being generated."""
+        self._idle.set()
         self._ran_out = False
         """Whether the compute process died of memory, so that its successor must take less."""
         self._changed = trio.Event()
@@ -117,20 +129,31 @@ class InferenceRole:
             nursery.cancel_scope.cancel()
 
     async def leave(self, deadline_s: float) -> None:
-        """Hand in what is finished, within a deadline. What remains stays in the outbox for the next start."""
-        self._p.board.state("stopping", "handing in finished rollouts")
-        with trio.move_on_after(deadline_s):
+        """Finish what is being generated and hand it in, within a deadline.
+
+        What is finished and not handed in stays in the outbox for the next start.
+        """
+        self._leaving = True
+        with trio.move_on_after(deadline_s) as deadline:
+            if not self._idle.is_set():
+                self._p.board.state("stopping", f"finishing what is being generated, within {deadline_s:g} s")
+                await self._idle.wait()
+            self._p.board.state("stopping", "handing in finished rollouts")
             for outgoing in self._p.outbox.ready():
                 await self._send(outgoing)
+        kept, lost = self._p.outbox.count("ready"), deadline.cancelled_caught and not self._idle.is_set()
+        log.info("left kept_for_the_next_start=%d unfinished_work_lost=%s", kept, lost)
 
     async def _generate_loop(self) -> None:
         while True:
             head = await self._p.swarm.wait_head(0)
+            if self._leaving:
+                await trio.sleep_forever()
             if head.record.finished:
                 return
             policy, blocked = self._policy(head.record), self._blocked(head.record)
             if policy is not None and blocked is None:
-                await self.produce(head.record, policy)
+                await self._produce(head.record, policy)
                 continue
             self._p.board.waiting(blocked or f"checkpoint {head.record.checkpoint_step} from the relays")
             await self._wait_for_news(head)
@@ -170,6 +193,13 @@ class InferenceRole:
             nursery.start_soon(until_head)
             nursery.start_soon(until_outbox)
 
+    async def _produce(self, head: Head, policy: HeldPolicy) -> None:
+        self._idle = trio.Event()
+        try:
+            await self.produce(head, policy)
+        finally:
+            self._idle.set()
+
     async def produce(self, head: Head, policy: HeldPolicy) -> None:
         """Make the next submission and post it; a simulation of a cheat does something else here."""
         index = self._p.outbox.next_index(head.step)
@@ -182,6 +212,7 @@ class InferenceRole:
         self._p.board.working(f"generating submission {index} of step {step} with checkpoint {policy.step}")
         try:
             await self._load(policy.checkpoint, policy.path)
+            await self._test_itself(f"generating submission {index} of step {step} with checkpoint {policy.step}")
             made = await self._p.compute.call(
                 "generate",
                 timeout_s=GENERATE_TIMEOUT_S,
@@ -201,6 +232,16 @@ class InferenceRole:
             await trio.sleep(2)
             return None
         return msgspec.convert(made, Made)
+
+    async def _test_itself(self, then: str) -> None:
+        """Once in a process' life. Raises NodeError where every submission would be rejected."""
+        if self._tested:
+            return
+        self._p.board.working("a short self-check of this machine's own proofs")
+        found = await run_self_test(self._p.compute, self._manifest.record)
+        self._p.board.details(self_test=found)
+        self._tested = True
+        self._p.board.working(then)
 
     def file(self, step: int, index: int) -> Path:
         """Where a submission's rollouts lie."""
@@ -275,7 +316,7 @@ class InferenceRole:
 
     def _refused(self, outgoing: Outgoing, error: RefusedError) -> bool:
         if error.code == "evicted":
-            raise _evicted(error.message)
+            raise self._evicted(error.message)
         if error.code in RETRY_CODES:
             return False
         log.warning(
@@ -295,7 +336,15 @@ class InferenceRole:
                 self._sent_at[outgoing.id] = time.monotonic()
 
     async def _watch_eviction(self) -> None:
-        raise _evicted(await self._p.swarm.wait_evicted())
+        raise self._evicted(await self._p.swarm.wait_evicted())
+
+    def _evicted(self, said: str) -> Evicted:
+        self._p.board.state("evicted", said)
+        return Evicted(
+            f"this node was evicted from the run: {said}",
+            hint="the run's ledger holds the verdict (any other node can audit it); a new contributor needs another "
+            "--data-dir",
+        )
 
     async def _verdict_loop(self) -> None:
         while True:
@@ -308,9 +357,28 @@ class InferenceRole:
                     "verdict submission=%s step=%d outcome=%s reason=%r",
                     *(record.submission.hex()[:12], record.step, record.outcome, record.reason),
                 )
+                self._celebrate(verdict)
                 self._p.outbox.discard_files(record.step - FILES_KEPT_STEPS)
                 self._news()
             self._p.feeds.done(client, item)
+
+    def _celebrate(self, verdict: Signed[Verdict]) -> None:
+        """The first work that was accepted is worth telling, with where its proof lies."""
+        if verdict.record.outcome != "accept" or self._p.outbox.count("accepted") != 1:
+            return
+        submission = self._p.outbox.submission(verdict.record.submission)
+        if submission is None:
+            return
+        self._p.board.details(
+            first_accepted={
+                "submission": verdict.record.submission.hex(),
+                "step": submission.step,
+                "rollouts": submission.rollouts,
+                "tokens": submission.output_tokens,
+                "validator": verdict.author.short,
+                "kept": str(self._p.outbox.path),
+            }
+        )
 
     async def _hand_in_rest(self) -> None:
         """The run is finished: what no relay has taken yet is of no use to anybody."""
@@ -333,13 +401,21 @@ class InferenceRole:
         )
         speed = self._tokens / self._busy_s if self._busy_s else 0.0
         self._p.board.details(
-            tokens_per_s=round(speed, 1), outbox=self._p.outbox.count("ready"), could_not_tell=self._could_not_tell
+            tokens_per_s=round(speed, 1),
+            outbox=self._p.outbox.count("ready"),
+            could_not_tell=self._could_not_tell,
+            accepted_tokens=self._p.outbox.accepted_tokens(),
         )
 
 
-def _evicted(said: str) -> Evicted:
-    return Evicted(
-        f"this node was evicted from the run: {said}",
-        hint="the run's ledger holds the verdict (any other node can audit it); a new contributor needs another "
-        "--data-dir",
+async def run_self_test(compute: ComputeProcess, manifest: Manifest) -> dict[str, Any]:
+    """Have the engine that holds a policy check itself. Raises NodeError where a validator would reject its work."""
+    found: dict[str, Any] = await compute.call(
+        "self_test", timeout_s=SELF_TEST_TIMEOUT_S, manifest=msgspec.msgpack.encode(manifest)
     )
+    if found["reason"]:
+        raise SelfTestFailed(
+            f"this machine's own work does not hold against itself: {found['reason']}",
+            hint="measure more: intellect-node calibrate; then start with --dtype float32, or on --device cpu",
+        )
+    return found

@@ -12,10 +12,12 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from node.clock import now_ms
-from node.ledger_file import LedgerFile
+from node.ledger.log import LedgerLog
+from node.ledger.witness import DIRECTORY as FORKS
+from node.ledger.witness import HEAD_FILE, ForkWitness
 from node.relay.store import RelayStore, duplicate_index
 from protocol.constants import MAX_CLOCK_SKEW_S, PROOF_CHUNK_TOKENS
 from protocol.envelope import Signed, open_envelope, seal
@@ -32,6 +34,7 @@ from protocol.identity import Identity, PeerId
 from protocol.ledger import LedgerState
 from protocol.records import Head, Manifest, OriginNotice, Receipt, Submission, Verdict
 from protocol.run import RunAddress
+from protocol.segments import SegmentInfo
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +60,8 @@ class RelayDesk:
         self.manifest: Signed[Manifest] | None = None
         self.head: Signed[Head] | None = None
         self.notice: Signed[OriginNotice] | None = None
-        self.ledger: LedgerFile | None = None
+        self.ledger: LedgerLog | None = None
+        self.witness: ForkWitness | None = None
         self.evicted: frozenset[PeerId] = frozenset()
         self._identity = identity
         self._store = store
@@ -96,6 +100,7 @@ class RelayDesk:
             manifest = self._open_manifest(manifest_data)
             notice = self._open_notice(notice_data, manifest)
             head = self._open_head(head_data, manifest)
+            self._refuse_fork(head)
             self.accept_manifest(manifest_data)
             self._store.set_document("notice", notice_data)
             self.notice = notice
@@ -117,6 +122,7 @@ class RelayDesk:
                 raise RefusedError(
                     "this relay has no origin notice yet", code="no-origin", hint="POST /v1/origin first"
                 )
+            self._refuse_fork(head)
             held = self.head
             if held is not None and head.id != held.id and head.record.sequence <= held.record.sequence:
                 raise StaleRecordError(
@@ -129,19 +135,29 @@ class RelayDesk:
         return head.record.sequence
 
     def extend_ledger(self, entries: list[bytes], head: Signed[Head]) -> None:
-        """Take in the entries that lead from the mirror's end to a head's tip. Raises ProtocolError otherwise.
-
-        Takes no lock, for it may last: only the mirror calls it, and readers see whole entries.
-        """
+        """Take in the entries that lead from the mirror's end to a head's tip. Raises ProtocolError otherwise."""
         self._require_manifest()
         if self.ledger is not None:
             self.ledger.extend(entries, length=head.record.ledger_length, tip=head.record.ledger_tip)
+        self.ledger_extended()
+
+    def ledger_extended(self) -> None:
+        """The mirror took in entries. It takes no lock, for that may last; readers see whole entries."""
+        if self.ledger is not None:
             self.evicted = frozenset(self.ledger.state.evicted)
         self._changed()
 
     def ledger_entries(self, start: int, limit: int) -> list[bytes]:
         """Up to `limit` entries of the mirror from number `start` on."""
         return [] if self.ledger is None else self.ledger.entries(start, limit)
+
+    def segments(self, first: int) -> list[SegmentInfo]:
+        """Full segments of the mirror from number `first` on."""
+        return [] if self.ledger is None else self.ledger.segments(first)
+
+    def open_segment(self, sha256: bytes) -> BinaryIO | None:
+        """A full segment of the mirror by its hash."""
+        return None if self.ledger is None else self.ledger.open_segment(sha256)
 
     # What contributors and validators hand in.
 
@@ -223,7 +239,10 @@ class RelayDesk:
             ) from error
 
     def _take_manifest(self, manifest: Signed[Manifest]) -> None:
-        self.ledger = LedgerFile(self._ledger_path, LedgerState(manifest.id, manifest.record))
+        self.ledger = LedgerLog(self._ledger_path, LedgerState(manifest.id, manifest.record), mends=True)
+        self.witness = ForkWitness(
+            manifest, self._ledger_path.with_name(FORKS), keep_head=self._ledger_path / HEAD_FILE
+        )
         self.evicted = frozenset(self.ledger.state.evicted)
         self.manifest = manifest
         log.info("run=%s manifest=%s known", self.run, manifest.id.hex()[:12])
@@ -252,6 +271,23 @@ class RelayDesk:
         _require_run(head.record.run_id, manifest, Head.KIND)
         self._check_clock(head.record.issued_at_ms, Head.KIND, head.author)
         return head
+
+    def _refuse_fork(self, head: Signed[Head]) -> None:
+        """Keep to the ledger that is here: a head that contradicts it is another trainer's, or an old copy's."""
+        if self.ledger is None or self.witness is None:
+            return
+        tip = self.ledger.state.tip_at(head.record.ledger_length)
+        if tip is None and self.witness.see(head) is None:
+            return
+        if tip is not None:
+            if tip == head.record.ledger_tip:
+                return
+            self.witness.compare(head, self.ledger)
+        raise RefusedError(
+            f"head {head.record.sequence} contradicts the ledger that this relay has from the same trainer",
+            code="fork",
+            hint="a second trainer runs with this key, or this one was started from an old copy of its directory",
+        )
 
     def _keep_head(self, head: Signed[Head]) -> None:
         self._store.set_document("head", head.data)

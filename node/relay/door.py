@@ -1,15 +1,16 @@
 """The relay's door: who gets in, how often, and how much they may carry.
 
 A node proves its key once (`POST /v1/hello`), then shows a token that is bound to it. Every other request but
-`GET /v1/info` needs one, and from the key follows what its holder is: the run's trainer, a validator, evicted, or a
-contributor like all others. Rates hold back identities and addresses; a budget of bytes a day ends bulk, never control.
-Asyncio code on the HTTP thread; its tables are bounded.
+`GET /v1/info` needs one. From the key follows what its holder is: the run's trainer, a validator, another relay of the
+run, evicted, or a contributor like all others. Rates hold back identities and addresses; a budget of bytes a day ends
+bulk, never control. Asyncio code on the HTTP thread; its tables are bounded.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -17,6 +18,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from node.clock import now_ms
 from node.relay.desk import RelayDesk
 from node.relay.store import RelayStore
 from p2p.http import msgpack_response, read_body
@@ -44,6 +46,7 @@ BYTES_BURST_S: Final = 8.0
 _BULK: Final = frozenset(
     {("checkpoints", "shards"), ("checkpoints", "packed"), ("checkpoints", "patches"), ("submissions", "file")}
 )
+_LEDGER_SEGMENT: Final = ["v1", "ledger", "segments"]
 _PEER: Final = web.RequestKey("peer", PeerId)
 
 
@@ -55,7 +58,11 @@ class DoorLimits:
     """Of one identity, as the next two; trainer and validators are exempt."""
     bytes_per_s: float = 0.0
     upload_bytes_per_s: float = 0.0
+    relay_requests_per_s: float = 0.0
+    """Of one other relay of the run, in the place of `requests_per_s`, as the next one."""
+    relay_bytes_per_s: float = 0.0
     address_requests_per_s: float = 0.0
+    """Of one address, whoever is there, as the next one."""
     address_bytes_per_s: float = 0.0
     bytes_per_day: int = 0
     allow: frozenset[PeerId] = field(default_factory=frozenset)
@@ -65,15 +72,32 @@ class DoorLimits:
 NO_LIMITS: Final = DoorLimits()
 
 
+@dataclass(frozen=True)
+class _Rates:
+    """What holds back each identity of one class."""
+
+    requests: Buckets
+    bytes: Buckets
+
+    @classmethod
+    def of(cls, requests_per_s: float, bytes_per_s: float) -> _Rates:
+        requests = Rate.with_burst(requests_per_s, REQUEST_BURST_S)
+        return cls(Buckets(requests), Buckets(Rate.with_burst(bytes_per_s, BYTES_BURST_S)))
+
+
 class Door:
     """Middleware and the hello route of one relay. `on_answer` charges answers: give it to the HttpServer too."""
 
-    def __init__(self, desk: RelayDesk, store: RelayStore, limits: DoorLimits) -> None:
+    def __init__(
+        self, desk: RelayDesk, store: RelayStore, limits: DoorLimits, *, clock: Callable[[], int] = now_ms
+    ) -> None:
         self._desk = desk
+        self._clock = clock
         self._mint = TokenMint(desk.peer_id, desk.run.digest)
         self._allow = limits.allow
-        self._requests = Buckets(Rate.with_burst(limits.requests_per_s, REQUEST_BURST_S))
-        self._bytes = Buckets(Rate.with_burst(limits.bytes_per_s, BYTES_BURST_S))
+        self._contributors = _Rates.of(limits.requests_per_s, limits.bytes_per_s)
+        self._relays = _Rates.of(limits.relay_requests_per_s, limits.relay_bytes_per_s)
+        self._relays_until_ms: dict[PeerId, int] = {}
         self._uploads = Buckets(Rate.with_burst(limits.upload_bytes_per_s, BYTES_BURST_S))
         self._address_requests = Buckets(Rate.with_burst(limits.address_requests_per_s, REQUEST_BURST_S))
         self._address_bytes = Buckets(Rate.with_burst(limits.address_bytes_per_s, BYTES_BURST_S))
@@ -82,6 +106,10 @@ class Door:
             self.budget.restore(*msgspec.msgpack.decode(spent, type=tuple[int, int]))
         self.refusals = 0
         """Requests turned away since start."""
+
+    def know_relays(self, valid_until_ms: Mapping[PeerId, int]) -> None:
+        """The run's other relays, by their own signed adverts, and when those end. From any thread."""
+        self._relays_until_ms = dict(valid_until_ms)
 
     def routes(self) -> list[web.RouteDef]:
         return [web.post(HELLO, self._hello)]
@@ -106,7 +134,8 @@ class Door:
         self.budget.spend(size)
         self._address_bytes.charge(address_key(request), size)
         if _PEER in request:
-            self._bytes.charge(self.peer(request), size)
+            peer = self.peer(request)
+            self._rates_of(peer).bytes.charge(peer, size)
 
     def save_budget(self, store: RelayStore) -> None:
         """Remember what was sent today; blocks on the disk."""
@@ -127,7 +156,7 @@ class Door:
         peer = self._mint.holder(request.headers.get("Authorization", ""))
         self._refuse(peer)
         if not self._is_staff(peer):
-            self._take("requests", self._requests, peer, 1)
+            self._take("requests", self._rates_of(peer).requests, peer, 1)
         if is_bulk(request.path):
             self._check_bulk(peer, address)
         request[_PEER] = peer
@@ -143,7 +172,7 @@ class Door:
             )
         self._require("bytes to this address", self._address_bytes.wait_s(address))
         if not self._is_staff(peer):
-            self._require("bytes", self._bytes.wait_s(peer))
+            self._require("bytes", self._rates_of(peer).bytes.wait_s(peer))
 
     def _refuse(self, peer: PeerId) -> None:
         """Turn away who is out for good, or was never let in."""
@@ -160,6 +189,10 @@ class Door:
         if manifest is None:
             return peer == self._desk.run.operator
         return peer == manifest.record.trainer_id or peer in manifest.record.validator_ids
+
+    def _rates_of(self, peer: PeerId) -> _Rates:
+        """Anyone may say to be a relay, so that gives no more than the address's own rate."""
+        return self._relays if self._relays_until_ms.get(peer, 0) > self._clock() else self._contributors
 
     def _take(self, what: str, buckets: Buckets, key: PeerId | str, amount: float) -> None:
         self._require(what, buckets.wait_s(key, amount))
@@ -195,9 +228,9 @@ class _Said(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def is_bulk(path: str) -> bool:
-    """Whether a request is for checkpoints' or submissions' contents: what a daily budget is for."""
+    """Whether a request is for contents of checkpoints, submissions or the ledger: what a daily budget is for."""
     _, *parts = path.split("/")
-    return len(parts) >= 4 and (parts[1], parts[3]) in _BULK
+    return len(parts) >= 4 and ((parts[1], parts[3]) in _BULK or parts[:3] == _LEDGER_SEGMENT)
 
 
 def address_key(request: web.Request) -> str:

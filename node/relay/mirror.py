@@ -7,26 +7,28 @@ nothing. While the origin is away the copy stays as it is and is served as befor
 from __future__ import annotations
 
 import logging
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 import trio
 
+from node.ledger.keeper import FORK, LedgerKeeper
 from node.relay.desk import RelayDesk
 from p2p.contacts import Contact
 from p2p.http import HttpClient
 from protocol.envelope import Signed
-from protocol.errors import MalformedError, NodeError, RelayError
-from protocol.records import Head, OriginNotice
+from protocol.errors import LedgerError, MalformedError, NodeError
+from protocol.records import OriginNotice
+from protocol.segments import SegmentInfo
 
 log = logging.getLogger(__name__)
 
 PAGE_TIMEOUT_S: Final = 30.0
 MAX_PAGE_BYTES: Final = 8 << 20
-MAX_PULL_BYTES: Final = 512 << 20
-"""Entries in memory at once while catching up; about a quarter of a million submissions with their verdicts."""
 FIRST_RETRY_S: Final = 1.0
 LONGEST_RETRY_S: Final = 30.0
+
+T = TypeVar("T")
 
 
 def origin_contact(notice: Signed[OriginNotice]) -> Contact:
@@ -62,44 +64,47 @@ class LedgerMirror:
 
     async def _keep_up(self) -> bool:
         """Whether there is nothing more to pull for the head that is known now."""
-        head, notice, ledger = self._desk.head, self._desk.notice, self._desk.ledger
-        if head is None or notice is None or ledger is None:
+        desk, head = self._desk, self._desk.head
+        if head is None or desk.notice is None or desk.ledger is None:
             return True
-        start = ledger.state.length
-        if start >= head.record.ledger_length:
-            return True
+        start = desk.ledger.state.length
         try:
-            entries = await self._pull(notice, start, head)
-            await trio.to_thread.run_sync(self._desk.extend_ledger, entries, head)
+            await LedgerKeeper(desk.ledger, desk.witness).catch_up(_Origin(self._http, desk.notice), head)
         except NodeError as error:  # a relay goes on serving whatever its copy of the ledger meets
             log.warning("ledger length=%d wanted=%d error=%r", start, head.record.ledger_length, error.message)
-            return False
-        log.debug("ledger length=%d", head.record.ledger_length)
+            return isinstance(error, LedgerError) and error.rule == FORK
+        if desk.ledger.state.length > start:
+            desk.ledger_extended()
+            log.debug("ledger length=%d", head.record.ledger_length)
         return True
 
-    async def _pull(self, notice: Signed[OriginNotice], start: int, head: Signed[Head]) -> list[bytes]:
-        wanted = head.record.ledger_length - start
-        origin = origin_contact(notice)
-        entries: list[bytes] = []
-        total = 0
-        while len(entries) < wanted:
-            page = await self._page(origin, start + len(entries))
-            if not page:
-                raise RelayError("the trainer's origin has fewer ledger entries than its head says")
-            entries += page
-            total += sum(map(len, page))
-            if total > MAX_PULL_BYTES:
-                raise NodeError(
-                    f"the ledger from entry {start} on does not fit in {MAX_PULL_BYTES >> 20} MiB",
-                    hint="copy the ledger file of another relay of this run into this relay's data directory",
-                )
-        return entries[:wanted]
 
-    async def _page(self, origin: Contact, start: int) -> list[bytes]:
-        response = await self._http.get(
-            f"{origin.url}/v1/ledger?from={start}", timeout_s=PAGE_TIMEOUT_S, max_bytes=MAX_PAGE_BYTES, contact=origin
-        )
-        try:
-            return msgspec.msgpack.decode(response.body, type=list[bytes])
-        except msgspec.MsgspecError as error:
-            raise MalformedError(f"the trainer's origin sent no list of ledger entries: {str(error)[:200]}") from error
+class _Origin:
+    """The trainer's origin as a node.ledger.pull.LedgerSource."""
+
+    name: Final = "the trainer's origin"
+
+    def __init__(self, http: HttpClient, notice: Signed[OriginNotice]) -> None:
+        self._http = http
+        self._contact = origin_contact(notice)
+
+    async def ledger_entries(self, start: int) -> list[bytes]:
+        return _decode(await self._get(f"/v1/ledger?from={start}"), list[bytes])
+
+    async def ledger_segments(self, first: int) -> list[SegmentInfo]:
+        return _decode(await self._get(f"/v1/ledger/segments?from={first}"), list[SegmentInfo])
+
+    async def ledger_segment(self, info: SegmentInfo) -> bytes:
+        return await self._get(f"/v1/ledger/segments/{info.sha256.hex()}")
+
+    async def _get(self, path: str) -> bytes:
+        url = f"{self._contact.url}{path}"
+        response = await self._http.get(url, timeout_s=PAGE_TIMEOUT_S, max_bytes=MAX_PAGE_BYTES, contact=self._contact)
+        return response.body
+
+
+def _decode(body: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise MalformedError(f"the trainer's origin sent no part of a ledger: {str(error)[:200]}") from error

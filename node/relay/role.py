@@ -214,15 +214,18 @@ class RelayRole:
             await trio.sleep(OTHERS_S if trio.current_time() - began > IMPATIENT_S else IMPATIENT_OTHERS_S)
 
     def _meet(self, adverts: Iterable[Signed[RelayAdvert]]) -> None:
+        """Pull from other relays, and let them pull at relays' rates."""
         now = now_ms()
         others = [
-            self._p.contacts.of(advert)
+            advert
             for advert in adverts
             if advert.author != self._p.identity.peer_id
             and advert.record.run == self._p.run.digest
             and advert.record.valid_until_ms > now
-        ]
-        self._puller.set_peers([Source(contact.peer, contact.url, contact) for contact in others[:MAX_OTHERS]])
+        ][:MAX_OTHERS]
+        self._service.door.know_relays({advert.author: advert.record.valid_until_ms for advert in others})
+        contacts = [self._p.contacts.of(advert) for advert in others]
+        self._puller.set_peers([Source(contact.peer, contact.url, contact) for contact in contacts])
 
     def _advert(self, sequence: int) -> bytes:
         now = now_ms()
@@ -265,6 +268,8 @@ class RelayRole:
         board.update(checkpoint_step=max(held, default=None))
         if desk.head is not None:
             board.update(step=desk.head.record.step, head_sequence=desk.head.record.sequence)
+        if desk.witness is not None and desk.witness.warning:
+            board.details(fork=desk.witness.warning)
         self._show_state()
         stats = self._p.store.stats()
         board.details(
@@ -281,13 +286,18 @@ class RelayRole:
             bytes_out=self._service.traffic.bytes_out,
             **vars(self._patch_client.savings),
             refused_at_door=self._service.door.refusals,
+            disk_quota_bytes=self._p.store.max_bytes,
+            bytes_today=self._service.door.budget.spent[1],
+            bytes_per_day=self._p.limits.bytes_per_day,
         )
 
     def _show_state(self) -> None:
         if self._p.desk.head is None and not self._leaving:
             self._p.board.waiting("the run's trainer to find this relay")
-        elif not self._leaving and (self._p.stay or not self._is_finished()):
+        elif not self._leaving and not self._is_finished():
             self._p.board.working("serving the run")
+        elif not self._leaving and self._p.stay:
+            self._p.board.working("serving the finished run")
 
 
 def public_url(address: BoundAddress, multiaddrs: list[str]) -> str:

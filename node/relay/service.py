@@ -27,6 +27,7 @@ from node.relay.store import RelayStore
 from node.version import SOFTWARE
 from p2p.bridge import AioThread
 from p2p.http import FileRange, body_chunks, msgpack_response, read_body, send_ranges
+from p2p.http.params import digest, query_number, query_seconds
 from p2p.shardcast.origin import ledger_routes
 from protocol.constants import PROTOCOL_VERSION
 from protocol.envelope import Signed, open_envelope
@@ -86,7 +87,7 @@ class RelayService:
             web.post("/v1/head", self._post_head),
             web.post("/v1/submissions", self._post_submission),
             web.post("/v1/verdicts", self._post_verdict),
-            *ledger_routes(self._desk.ledger_entries),
+            *ledger_routes(self._desk.ledger_entries, self._desk),
         ]
 
     @web.middleware
@@ -117,7 +118,7 @@ class RelayService:
         return msgpack_response(manifest.data)
 
     async def _head(self, request: web.Request) -> web.Response:
-        after = _number(request, "after", default=0, most=2**53)
+        after = query_number(request, "after", most=2**53)
 
         async def newer() -> bytes | None:
             head = self._desk.head
@@ -169,7 +170,7 @@ class RelayService:
             return await asyncio.to_thread(upload.keep, lambda: self._desk.make_receipt(submission))
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
-        submission_id = _digest(request.match_info["id"], "submission id")
+        submission_id = digest(request.match_info["id"], "submission id")
         with await asyncio.to_thread(self._store.open_file, submission_id) as file:
             size = os.fstat(file.fileno()).st_size
             return await send_ranges(request, [FileRange(file, 0, size)])
@@ -180,10 +181,10 @@ class RelayService:
         return msgpack_response({})
 
     async def _feed(self, request: web.Request) -> web.Response:
-        after = _number(request, "after", default=0, most=2**53)
-        limit = _number(request, "limit", default=200, most=500)
+        after = query_number(request, "after", most=2**53)
+        limit = query_number(request, "limit", default=200, most=500)
         kinds = _kinds(request)
-        about = _digest(request.query["about"], "key") if "about" in request.query else None
+        about = digest(request.query["about"], "key") if "about" in request.query else None
 
         looked_at = after
 
@@ -200,7 +201,7 @@ class RelayService:
 
     async def _poll(self, request: web.Request, look: Callable[[], Awaitable[T | None]]) -> T | None:
         """Look until there is something or the wait that was asked for is over."""
-        wait_s = min(_seconds(request, "wait_s"), MAX_WAIT_S)
+        wait_s = min(query_seconds(request, "wait_s"), MAX_WAIT_S)
         event = self._bell.event
         found = await look()
         if found is not None or wait_s <= 0:
@@ -270,35 +271,6 @@ def _record_header(request: web.Request) -> bytes:
         return base64.b64decode(request.headers[RECORD_HEADER], validate=True)
     except (KeyError, ValueError, binascii.Error) as error:
         raise MalformedError(f"the header {RECORD_HEADER} must hold the record's envelope in base64") from error
-
-
-def _number(request: web.Request, name: str, *, default: int, most: int) -> int:
-    text = request.query.get(name, "")
-    if not text:
-        return default
-    if not text.isascii() or not text.isdigit() or len(text) > 16:
-        raise MalformedError(f"{name} must be a whole number, not {text[:40]!r}")
-    return min(int(text), most)
-
-
-def _seconds(request: web.Request, name: str) -> float:
-    try:
-        seconds = float(request.query.get(name, "0"))
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= 3600:
-        raise MalformedError(f"{name} must be a number of seconds from 0 to 3600")
-    return seconds
-
-
-def _digest(text: str, what: str) -> bytes:
-    try:
-        value = bytes.fromhex(text)
-    except ValueError:
-        value = b""
-    if len(value) != 32:
-        raise MalformedError(f"a {what} is 64 hexadecimal digits, not {text[:70]!r}")
-    return value
 
 
 def _kinds(request: web.Request) -> list[str]:

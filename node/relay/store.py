@@ -101,6 +101,11 @@ class RelayStore:
         with self._lock:
             self._db.close()
 
+    @property
+    def max_bytes(self) -> int:
+        """Most bytes of rollout files, in all."""
+        return self._quota.total
+
     # The run's own records: manifest, head, origin notice.
 
     def document(self, name: str) -> bytes | None:

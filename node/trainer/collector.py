@@ -16,7 +16,7 @@ import trio
 
 from node.clock import now_ms
 from node.feeds import Feeds
-from node.ledger_file import LedgerFile
+from node.ledger.log import LedgerLog
 from node.relay_client import FeedItem, RelayClient
 from protocol.envelope import Signed, seal
 from protocol.errors import LedgerError, ProtocolError, RelayError
@@ -43,7 +43,7 @@ class _Case:
 class Collector:
     """Keeps the ledger up to date with what validators say; `changed` wakes whoever waits for accepted rollouts."""
 
-    def __init__(self, identity: Identity, ledger: LedgerFile, feeds: Feeds, rollout_dir: Path) -> None:
+    def __init__(self, identity: Identity, ledger: LedgerLog, feeds: Feeds, rollout_dir: Path) -> None:
         self._identity = identity
         self._ledger = ledger
         self._feeds = feeds

@@ -21,7 +21,7 @@ import trio
 from node.clock import now_ms
 from node.compute.process import ComputeProcess
 from node.compute.reader import RolloutReader
-from node.ledger_file import LedgerFile
+from node.ledger.log import LedgerLog
 from node.relay_client import RelayClient
 from node.status import StatusBoard
 from node.swarm import Swarm
@@ -66,7 +66,7 @@ class TrainerParts:
     manifest: Signed[Manifest]
     swarm: Swarm
     store: CheckpointStore
-    ledger: LedgerFile
+    ledger: LedgerLog
     collector: Collector
     compute: ComputeProcess
     reader: RolloutReader

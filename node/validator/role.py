@@ -22,7 +22,7 @@ from node.clock import now_ms
 from node.compute.process import ComputeProcess
 from node.compute.reader import RolloutReader
 from node.feeds import Feeds
-from node.ledger_follow import LedgerFollower
+from node.ledger.follow import LedgerFollower
 from node.policies import Policies
 from node.relay_client import FeedItem, RelayClient
 from node.status import StatusBoard

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -31,6 +32,7 @@ from p2p.http.answers import MAX_BODY_BYTES, MSGPACK, PROGRESS_TIMEOUT_S, printa
 from p2p.http.files import OCTETS
 from p2p.http.stream import Download as Stream
 from p2p.http.stream import Refusal, Sink, SinkFailed, StreamPool, Wanted, WrongCertificate, WrongLength
+from p2p.limits import DownloadBudget
 from protocol.errors import ChecksumError, NodeError, RefusedError, RelayError
 
 CHUNK_BYTES: Final = 1 << 18
@@ -44,6 +46,9 @@ MAX_QUIET_S: Final = 86_400
 """No relay can silence a client for longer than a day."""
 MAX_STREAMS: Final = 64
 """Large downloads at once, each in a thread of its own."""
+UNPACED_BYTES: Final = 1 << 16
+"""Answers up to this size are counted in the budget and never held back: heads, feeds, receipts."""
+MAX_PACE_S: Final = 60.0
 MAX_RETRIES: Final = 2
 """Of one request that is refused because of its token, or for a moment."""
 
@@ -68,14 +73,28 @@ class HttpClient:
     followed. With a `contact` the request is made as that says.
     """
 
-    def __init__(self, aio: AioThread, *, connections_per_host: int = 16, user_agent: str = "intellect-node") -> None:
+    def __init__(
+        self,
+        aio: AioThread,
+        *,
+        connections_per_host: int = 16,
+        user_agent: str = "intellect-node",
+        budget: DownloadBudget | None = None,
+    ) -> None:
+        """`budget` paces what is downloaded in pieces and counts everything that comes."""
         self._aio = aio
+        self._budget = budget or DownloadBudget()
         self._connections_per_host = connections_per_host
         self._user_agent = user_agent
         self._session: aiohttp.ClientSession | None = None
         self._spoke_tls = False
         self._streams = StreamPool()
         self._stream_threads = ThreadPoolExecutor(MAX_STREAMS, thread_name_prefix="download")
+
+    @property
+    def budget(self) -> DownloadBudget:
+        """What may be downloaded, and what came today."""
+        return self._budget
 
     async def __aenter__(self) -> HttpClient:
         self._session = await self._aio.run(self._open)
@@ -187,7 +206,7 @@ class HttpClient:
 
         A piece is valid until `sink` returns. Memory stays at a MiB whatever the size. What `sink` raises comes out.
         """
-        download = _Download(url, sink, expected_bytes, timeout_s, progress_timeout_s)
+        download = _Download(url, self._paced(sink), expected_bytes, timeout_s, progress_timeout_s)
         return await self._aio.run(self._fetch, download, dict(headers or {}), contact)
 
     async def _open(self) -> aiohttp.ClientSession:
@@ -256,7 +275,21 @@ class HttpClient:
         options = _options(headers, limits, contact)
         with _errors_of(ask.url, ask.progress_timeout_s or ask.timeout_s):
             async with self._pool().request(ask.method, ask.url, data=ask.body, **options) as response:
-                return await _whole(response, ask.max_bytes)
+                answer = await _whole(response, ask.max_bytes)
+        pause_s = self._budget.take(len(answer.body))
+        if len(answer.body) > UNPACED_BYTES:
+            await asyncio.sleep(min(pause_s, MAX_PACE_S))
+        return answer
+
+    def _paced(self, sink: Sink) -> Sink:
+        """A sink that is as slow as the budget says; the sender is held back by the connection itself."""
+
+        def write(piece: memoryview) -> None:
+            sink(piece)
+            if (pause_s := self._budget.take(len(piece))) > 0:
+                time.sleep(min(pause_s, MAX_PACE_S))
+
+        return write
 
     async def _upload(self, upload: _Upload, headers: dict[str, str], contact: Contact | None) -> HttpResponse:
         progress_timeout_s = upload.progress_timeout_s

@@ -172,13 +172,13 @@ class _Acceptor:
                 await asyncio.sleep(ACCEPT_PAUSE_S)
                 continue
             host = str(address[0])
-            if self._is_full(host):
-                connection.close()
-            else:
+            if self._has_room(host):
                 protocol = self._server()
                 task = loop.create_task(self._welcome(connection, protocol))
                 self._arriving[task] = host, protocol
-                task.add_done_callback(self._arriving.pop)
+                task.add_done_callback(lambda done: self._arriving.pop(done, None))
+            else:
+                connection.close()
             await asyncio.sleep(0)  # an accept that need not wait does not let others run
 
     async def _welcome(self, connection: socket.socket, protocol: asyncio.Protocol) -> None:
@@ -189,16 +189,25 @@ class _Acceptor:
         with suppress(OSError, TimeoutError):  # whoever cannot greet is gone; ssl's errors are OSErrors
             await loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._tls, **deadlines)
 
-    def _is_full(self, host: str) -> bool:
+    def _has_room(self, host: str) -> bool:
+        """Whether one more may come. The oldest one that has not greeted makes way: silence keeps nobody out."""
         connections = self._server.connections
-        arriving = [each for each, protocol in self._arriving.values() if protocol.transport is None]
+        arriving = {task: where for task, (where, protocol) in self._arriving.items() if protocol.transport is None}
         total = len(connections) + len(arriving)
         if total >= self._limits.connections:
-            return True
+            return self._drop_first(arriving)
         if total < self._limits.per_host:
-            return False
+            return True
+        silent = [task for task, where in arriving.items() if where == host]
         held = sum(_peer_host(each.transport) == host for each in connections)
-        return held + arriving.count(host) >= self._limits.per_host
+        return held + len(silent) < self._limits.per_host or self._drop_first(silent)
+
+    def _drop_first(self, tasks: Iterable[asyncio.Task[None]]) -> bool:
+        for task in tasks:
+            del self._arriving[task]
+            task.cancel()
+            return True
+        return False
 
 
 def _peer_host(transport: asyncio.BaseTransport | None) -> str:

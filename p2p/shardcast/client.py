@@ -8,7 +8,7 @@ How one download goes is p2p.shardcast.transfer's work.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -16,11 +16,12 @@ import trio
 
 from p2p.http import PROGRESS_TIMEOUT_S, HttpClient
 from p2p.shardcast.balance import Balancer
+from p2p.shardcast.following import POLL_S
 from p2p.shardcast.partial import PartialCheckpoint
 from p2p.shardcast.patch_client import PatchClient, Savings
 from p2p.shardcast.sources import Links, OnBytes, OnMisdeed, Source, Sources, checkpoint_path
 from p2p.shardcast.store import CheckpointStore
-from p2p.shardcast.transfer import POLL_S, OnProgress, Transfer, disk_error
+from p2p.shardcast.transfer import OnProgress, Transfer, disk_error
 from protocol.checkpoint import CheckpointRules, Layout, open_checkpoint
 from protocol.envelope import Signed, open_envelope
 from protocol.errors import MalformedError, NodeError, ProtocolError, RelayError, StaleRecordError
@@ -96,9 +97,18 @@ class CheckpointClient:
         await self._have(manifest)
         return manifest
 
-    async def follow(self, on_installed: Callable[[Signed[CheckpointManifest]], None] = lambda _: None) -> None:
-        """For ever: begin with each checkpoint when its first part is signed. What goes wrong is left to `download`."""
+    async def follow(
+        self,
+        on_installed: Callable[[Signed[CheckpointManifest]], None] = lambda _: None,
+        *,
+        until_allowed: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
+    ) -> None:
+        """For ever: begin with each checkpoint when its first part is signed. What goes wrong is left to `download`.
+
+        `until_allowed` is awaited before each one: it returns when something may be downloaded.
+        """
         while True:
+            await until_allowed()
             plan = await self._next_plan()
             self._tried = plan.record.step
             try:

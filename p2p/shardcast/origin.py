@@ -2,7 +2,7 @@
 
 The trainer answers nobody but the relays it gave a token to; a relay answers everybody, or whom its own door lets in.
 Handlers run on the HTTP thread. Cut-through: a shard is served as soon as it is hashed (trainer) or verified (relay),
-long before its checkpoint is whole. A relay beyond the origin's fan-out sees signed records there, no shards.
+long before its checkpoint is whole. Which shards the trainer gives to which relay is p2p.shardcast.fan_out's work.
 """
 
 from __future__ import annotations
@@ -10,34 +10,43 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import os
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from contextlib import suppress
+from typing import BinaryIO, Final, Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from p2p.http import msgpack_response, send_ranges
+from p2p.http import FileRange, msgpack_response, send_ranges
+from p2p.http.params import digest, query_number, query_seconds, whole_number
+from p2p.shardcast.entries import Progress
+from p2p.shardcast.fan_out import Admission
+from p2p.shardcast.patches import PatchStore, checkpoint_id, patch_routes, require_admission
 from p2p.shardcast.sources import Standing, pack_bits
-from p2p.shardcast.store import CheckpointStore, Progress
-from protocol.errors import MalformedError, RefusedError
+from p2p.shardcast.store import CheckpointStore
+from protocol.errors import RefusedError
 from protocol.identity import PeerId
+from protocol.segments import SegmentInfo
 
 MAX_LEDGER_ENTRIES: Final = 500
 MAX_LEDGER_BYTES: Final = 4 << 20
 """Entries are left out of an answer beyond this; the caller asks again from where the answer ended."""
+MAX_LEDGER_SEGMENTS: Final = 1000
+"""In one answer, as the two above."""
 
 MAX_WAIT_S: Final = 30.0
 MAX_POLLS: Final = 2048
 GATHER_S: Final = 0.01
 """Changes that come together are told together."""
+LOOK_AGAIN_S: Final = 2.0
+"""What is for whom may change when somebody is not heard of any more, which rings no bell."""
 
 _BEARER: Final = "Bearer "
 
 T = TypeVar("T")
-Admission = Callable[[web.Request, int], bool]
-"""(request, step of a checkpoint) -> whether its shards are for whoever asks."""
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +59,9 @@ def checkpoint_routes(store: CheckpointStore, *, admits: Admission | None = None
 
     `next?from=STEP&wait_s=S` newest plan of that step or later; `{id}/manifest`; `{id}/shards/{n}`; and
     `{id}/standing?parts=N&held=M&closed=0|1&wait_s=S`, as soon as there is more than the asker has.
-    Whom `admits` turns away sees no shards.
+    Nobody sees shards that `admits` says are for others.
     """
-    window = _Window(store, admits or (lambda _request, _step: True))
+    window = _Window(store, admits or (lambda _request, _step, shards: shards))
     return [
         web.get("/v1/checkpoints/next", window.next_plan, allow_head=False),
         web.get("/v1/checkpoints/{checkpoint}/manifest", window.manifest, allow_head=False),
@@ -71,7 +80,7 @@ class _Window:
         self._changed: asyncio.Event | None = None
 
     async def manifest(self, request: web.Request) -> web.StreamResponse:
-        checkpoint = checkpoint_id(request.match_info["checkpoint"])
+        checkpoint = checkpoint_id(request)
         held = self._store.manifest(checkpoint)
         if held is None:
             known = self._store.draft(checkpoint) is not None
@@ -81,17 +90,15 @@ class _Window:
         return msgpack_response(held.data)
 
     async def shard(self, request: web.Request) -> web.StreamResponse:
-        checkpoint, index = checkpoint_id(request.match_info["checkpoint"]), number(request.match_info["index"])
+        checkpoint, index = checkpoint_id(request), whole_number(request.match_info["index"], "a shard")
         draft = self._store.draft(checkpoint)
-        if draft is not None and not self._admits(request, draft.layout.step):
-            raise RefusedError(
-                "this node gives its shards to others just now", code="busy", hint="fetch them from another relay"
-            )
+        if draft is not None:
+            require_admission(self._admits, request, draft.layout.step, index)
         with self._store.open_shard(checkpoint, index) as ranges:
             return await send_ranges(request, ranges)
 
     async def next_plan(self, request: web.Request) -> web.StreamResponse:
-        oldest = number(request.query.get("from", "0"))
+        oldest = query_number(request, "from")
 
         def look() -> bytes | None:
             plan = self._store.newest_plan(oldest)
@@ -101,8 +108,8 @@ class _Window:
         return web.Response(status=204) if found is None else msgpack_response(found)
 
     async def standing(self, request: web.Request) -> web.StreamResponse:
-        checkpoint = checkpoint_id(request.match_info["checkpoint"])
-        parts, held, closed = (number(request.query.get(name, "0")) for name in ("parts", "held", "closed"))
+        checkpoint = checkpoint_id(request)
+        parts, held, closed = (query_number(request, name) for name in ("parts", "held", "closed"))
         seen: Progress | None = None
 
         def look() -> Progress | None:
@@ -110,10 +117,9 @@ class _Window:
             seen = self._store.progress(checkpoint)
             if seen is None:
                 return None
-            if not self._admits(request, seen.step):
-                seen = seen._replace(held=0)
+            seen = seen._replace(held=self._admits(request, seen.step, seen.held))
             is_news = (
-                len(seen.parts) > parts or seen.held.bit_count() > held or (seen.manifest is not None and not closed)
+                len(seen.parts) > parts or seen.held.bit_count() != held or (seen.manifest is not None and not closed)
             )
             return seen if is_news else None
 
@@ -127,7 +133,7 @@ class _Window:
 
     async def _poll(self, request: web.Request, look: Callable[[], T | None]) -> T | None:
         """Look until there is something or the wait that was asked for is over."""
-        wait_s = min(_seconds(request.query.get("wait_s", "0")), MAX_WAIT_S)
+        wait_s = min(query_seconds(request, "wait_s"), MAX_WAIT_S)
         changed = self._bell()
         found = look()
         if found is not None or wait_s <= 0:
@@ -138,7 +144,9 @@ class _Window:
         try:
             async with asyncio.timeout(wait_s):
                 while found is None:
-                    await changed.wait()
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(LOOK_AGAIN_S):
+                            await changed.wait()
                     await asyncio.sleep(GATHER_S)
                     changed = self._bell()
                     found = look()
@@ -178,15 +186,46 @@ def _standing(progress: Progress, known_parts: int) -> Standing:
     )
 
 
-def ledger_routes(read: LedgerReader) -> list[web.RouteDef]:
-    """`GET /v1/ledger?from=N&limit=M`: a msgpack list of envelopes, as many as fit in one answer."""
+class SegmentReader(Protocol):
+    """Whole segments of a ledger; may block."""
+
+    def segments(self, first: int) -> Sequence[SegmentInfo]: ...
+
+    def open_segment(self, sha256: bytes) -> BinaryIO | None: ...
+
+
+def ledger_routes(read: LedgerReader, segments: SegmentReader | None = None) -> list[web.RouteDef]:
+    """`GET /v1/ledger?from=N&limit=M`: a msgpack list of envelopes, as many as fit in one answer.
+
+    With `segments` also `/v1/ledger/segments?from=N`, full ones, and `/v1/ledger/segments/{hash}`, their bytes.
+    """
 
     async def ledger(request: web.Request) -> web.StreamResponse:
-        first = number(request.query.get("from", "0"))
-        limit = min(number(request.query.get("limit", str(MAX_LEDGER_ENTRIES))), MAX_LEDGER_ENTRIES)
+        first = query_number(request, "from")
+        limit = query_number(request, "limit", default=MAX_LEDGER_ENTRIES, most=MAX_LEDGER_ENTRIES)
         return msgpack_response(_that_fit(await asyncio.to_thread(read, first, limit)))
 
-    return [web.get("/v1/ledger", ledger, allow_head=False)]
+    routes = [web.get("/v1/ledger", ledger, allow_head=False)]
+    return routes if segments is None else [*routes, *_segment_routes(segments)]
+
+
+def _segment_routes(reader: SegmentReader) -> list[web.RouteDef]:
+    async def listed(request: web.Request) -> web.StreamResponse:
+        infos = reader.segments(query_number(request, "from"))[:MAX_LEDGER_SEGMENTS]
+        return msgpack_response(msgspec.msgpack.encode(infos))
+
+    async def segment(request: web.Request) -> web.StreamResponse:
+        sha256 = digest(request.match_info["hash"], "segment")
+        file = await asyncio.to_thread(reader.open_segment, sha256)
+        if file is None:
+            raise RefusedError(f"there is no segment {sha256.hex()[:12]} of the ledger here", code="not-found")
+        with file:
+            return await send_ranges(request, [FileRange(file, 0, os.fstat(file.fileno()).st_size)])
+
+    return [
+        web.get("/v1/ledger/segments", listed, allow_head=False),
+        web.get("/v1/ledger/segments/{hash}", segment, allow_head=False),
+    ]
 
 
 def _that_fit(entries: Sequence[bytes]) -> list[bytes]:
@@ -198,34 +237,6 @@ def _that_fit(entries: Sequence[bytes]) -> list[bytes]:
             break
         fitting.append(entry)
     return fitting
-
-
-def checkpoint_id(text: str) -> bytes:
-    """A checkpoint's id in a URL. Raises MalformedError."""
-    try:
-        checkpoint = bytes.fromhex(text)
-    except ValueError:
-        checkpoint = b""
-    if len(checkpoint) != 32:
-        raise MalformedError(f"not a checkpoint id: {text[:80]!r}")
-    return checkpoint
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= 3600:
-        raise MalformedError(f"not a number of seconds from 0 to 3600: {text[:40]!r}")
-    return seconds
-
-
-def number(text: str) -> int:
-    """A number in a URL. Raises MalformedError."""
-    if not (text.isascii() and text.isdigit() and len(text) <= 16):
-        raise MalformedError(f"not a number: {text[:40]!r}")
-    return int(text)
 
 
 class OriginDoor:
@@ -265,7 +276,13 @@ class OriginDoor:
 
 
 def origin_routes(
-    store: CheckpointStore, read_ledger: LedgerReader, *, fan_out: Admission | None = None
+    store: CheckpointStore,
+    read_ledger: LedgerReader,
+    *,
+    patches: PatchStore | None = None,
+    fan_out: Admission | None = None,
+    segments: SegmentReader | None = None,
 ) -> list[web.RouteDef]:
-    """All that the trainer serves; use with `OriginDoor.middleware`."""
-    return [*checkpoint_routes(store, admits=fan_out), *ledger_routes(read_ledger)]
+    """All that the trainer serves; use with `OriginDoor.middleware`. `fan_out` holds for shards in every form."""
+    smaller = [] if patches is None else patch_routes(patches, admits=fan_out)
+    return [*checkpoint_routes(store, admits=fan_out), *smaller, *ledger_routes(read_ledger, segments)]

@@ -11,18 +11,16 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
 from p2p.shardcast.draft import Draft
-from protocol.checkpoint import Extent
-from protocol.errors import ChecksumError, MalformedError
+from p2p.shardcast.hashing import hash_shard, require_files
+from protocol.errors import ChecksumError, MalformedError, ModelError
 from protocol.tensorfile import PREFIX_BYTES, SUFFIX, check_header, header_length
 
 BITMAP: Final = ".bitmap"
-READ_BYTES: Final = 4 << 20
-"""Hashing lets go of the interpreter lock for a piece at a time; getting it back takes long on a busy machine."""
 FLUSH_BYTES: Final = 256 << 20
 """The disk is made to keep up with the network so far behind at most, so that the last sync is short."""
 
@@ -106,6 +104,11 @@ class PartialCheckpoint:
         short = layout.shard_bytes - layout.length(last) if self.has(last) else 0
         return self._count * layout.shard_bytes - short
 
+    @property
+    def claims(self) -> bool:
+        """Whether an earlier process left shards that are still to be hashed. Does not block."""
+        return self._claimed != 0
+
     def recheck(self) -> None:
         """Hash what an earlier process left, as far as its hashes are known; what is damaged is missing again."""
         with self._lock:
@@ -121,16 +124,20 @@ class PartialCheckpoint:
                 self.forget([index])
 
     def _hash_on_disk(self, index: int) -> bytes:
-        layout = self.draft.layout
-        return hash_extents(self.directory, layout.extents(layout.range(index)))
+        try:
+            return hash_shard(self.directory, self.draft.layout, index).sha256
+        except ModelError:  # somebody has cut the file short
+            return b""
 
     @property
     def is_whole(self) -> bool:
         """Whether the manifest is known and every shard is verified. Does not block."""
         return self.draft.manifest is not None and self._count == self.draft.layout.shards
 
-    def check_tensors(self) -> None:
-        """Raise MalformedError when a tensor file's header could harm whoever opens it."""
+    def check_files(self) -> None:
+        """Raise MalformedError when a file has another hash than was signed, or a header that could harm its reader."""
+        if self.draft.manifest is not None:
+            require_files(self.directory, self.draft.manifest.record)
         for name, size in self.draft.layout.files:
             if name.endswith(SUFFIX):
                 check_tensor_file(self.directory / name, size)
@@ -231,6 +238,18 @@ class ShardSink:
             self._partial._require_hash(self._index, digest, self._received)
             self._partial._mark(self._index, digest)
 
+    def finish(self, digest: bytes) -> None:
+        """`commit`, and `close` in any case."""
+        try:
+            self.commit(digest)
+        finally:
+            self.close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `close` is still to be called. Does not block."""
+        return not self._closed
+
     def close(self) -> None:
         """Stop taking bytes; waits for a write in progress."""
         with self._lock:
@@ -252,26 +271,6 @@ def check_tensor_file(path: Path, size: int) -> None:
             check_header(file.read(length), size - PREFIX_BYTES - length)
     except MalformedError as error:
         raise MalformedError(f"{path.name}: {error.message}") from error
-
-
-def hash_extents(directory: Path, parts: Iterable[Extent]) -> bytes:
-    """SHA-256 of pieces of files laid end to end."""
-    digest = hashlib.sha256()
-    for part in parts:
-        for piece in read_extent(directory, part):
-            digest.update(piece)
-    return digest.digest()
-
-
-def read_extent(directory: Path, extent: Extent) -> Iterator[memoryview]:
-    """The bytes of an extent in pieces, each valid until the next; fewer when the file is shorter."""
-    buffer = memoryview(bytearray(min(READ_BYTES, extent.length)))
-    with (directory / extent.file).open("rb", buffering=0) as file:
-        file.seek(extent.offset)
-        left = extent.length
-        while left and (count := file.readinto(buffer[: min(left, READ_BYTES)])):
-            left -= count
-            yield buffer[:count]
 
 
 def sync_file(path: Path) -> None:

@@ -22,7 +22,8 @@ from typing import BinaryIO, Final
 from aiohttp import web
 
 from p2p.http import FileRange, send_ranges
-from p2p.shardcast.origin import Admission, checkpoint_id, number
+from p2p.http.params import digest, whole_number
+from p2p.shardcast.fan_out import Admission
 from p2p.shardcast.store import CheckpointStore
 from protocol.checkpoint import Layout
 from protocol.errors import MalformedError, ModelError, RefusedError
@@ -226,9 +227,22 @@ class _Cache:
         return self._directory / f"{hashlib.sha256(key).hexdigest()}.patch"
 
 
+def checkpoint_id(request: web.Request, name: str = "checkpoint") -> bytes:
+    """A checkpoint's id in a request's path. Raises MalformedError."""
+    return digest(request.match_info[name], "checkpoint id")
+
+
+def require_admission(admits: Admission, request: web.Request, step: int, index: int) -> None:
+    """Raise RefusedError "not-yet" when a shard, in whatever form, is for others."""
+    if not admits(request, step, 1 << index):
+        raise RefusedError(
+            f"shard {index} is for other relays here", code="not-yet", hint="fetch it from one that has it"
+        )
+
+
 def patch_routes(patches: PatchStore, *, admits: Admission | None = None) -> list[web.RouteDef]:
     """`GET /v1/checkpoints/{id}/patches/{base id}/{n}` and `…/packed/{n}`, beside what checkpoint_routes serve."""
-    serve = _Window(patches, admits or (lambda _request, _step: True))
+    serve = _Window(patches, admits or (lambda _request, _step, shards: shards))
     return [
         web.get("/v1/checkpoints/{checkpoint}/patches/{base}/{shard}", serve.patch, allow_head=False),
         web.get("/v1/checkpoints/{checkpoint}/packed/{shard}", serve.packed, allow_head=False),
@@ -245,16 +259,15 @@ class _Window:
         self._waiting = 0
 
     async def patch(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, checkpoint_id(request.match_info["base"]))
+        return await self._answer(request, checkpoint_id(request, "base"))
 
     async def packed(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, None)
 
     async def _answer(self, request: web.Request, base: bytes | None) -> web.StreamResponse:
-        target, index = checkpoint_id(request.match_info["checkpoint"]), number(request.match_info["shard"])
+        target, index = checkpoint_id(request), whole_number(request.match_info["shard"], "a shard")
         pair = self._patches.pair(target, base, index)
-        if not self._admits(request, pair.step):
-            raise RefusedError("this node gives its shards to others just now", code="busy", hint="ask another relay")
+        require_admission(self._admits, request, pair.step, index)
         with self._patches.cached(pair) or await self._made(pair) as file:
             return await send_ranges(request, [FileRange(file, 0, os.fstat(file.fileno()).st_size)])
 

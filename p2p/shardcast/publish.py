@@ -6,19 +6,19 @@ decides where files lie and what is announced.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from msgspec.structs import replace
 
-from p2p.shardcast.partial import check_tensor_file, read_extent
-from protocol.checkpoint import Extent, check_names, content_digest, shard_count
+from p2p.shardcast.hashing import FileHashes, hash_shard
+from p2p.shardcast.partial import check_tensor_file
+from protocol.checkpoint import Layout, check_names, content_digest, shard_count
 from protocol.constants import MAX_SHARDS
 from protocol.envelope import Signed, open_envelope, seal
 from protocol.errors import MalformedError, ModelError
@@ -57,18 +57,23 @@ class Publication:
     def sign_manifest(
         self, directory: Path, plan: Signed[CheckpointPlan], on_part: OnPart
     ) -> Signed[CheckpointManifest]:
-        """Hash a plan's files once from front to back, handing out parts on the way; gives the manifest."""
-        hashing = _Hashing(self.shard_bytes)
+        """Hash a plan's files once from front to back, handing out parts on the way; gives the manifest.
+
+        Raises ModelError when a file is cut short meanwhile.
+        """
+        layout, hashes = Layout.of(plan.record), FileHashes()
         parts = _Parts(self.identity, plan.id, on_part)
-        for shard in hashing.shards(directory, plan.record.files):
-            parts.add(shard)
+        for index in range(layout.shards):
+            shard = hash_shard(directory, layout, index)
+            hashes.add(shard)
+            parts.add(shard.sha256)
         parts.finish()
         record = CheckpointManifest(
             run_id=self.run_id,
             step=self.step,
             issued_at_ms=_now_ms(),
             shard_bytes=self.shard_bytes,
-            files=tuple(hashing.files),
+            files=tuple(CheckpointFile(name=name, size=size, sha256=hashes.of(name)) for name, size in layout.files),
             shards=tuple(parts.signed),
             sha256=content_digest(parts.signed),
         )
@@ -77,36 +82,6 @@ class Publication:
     def is_same(self, old: Signed[CheckpointManifest], new: Signed[CheckpointManifest]) -> bool:
         """Whether two manifests say the same, at whatever time."""
         return replace(old.record, issued_at_ms=0) == replace(new.record, issued_at_ms=0)
-
-
-@dataclass
-class _Hashing:
-    """One pass over files laid end to end: a hash for each shard and one for each file."""
-
-    shard_bytes: int
-    files: list[CheckpointFile] = field(default_factory=list)
-
-    def shards(self, directory: Path, files: Sequence[PlannedFile]) -> Iterator[bytes]:
-        """Shard hashes in order; `files` has the files' as far as they are read. Raises ModelError."""
-        shard, filled = hashlib.sha256(), 0
-        for planned in files:
-            digest = hashlib.sha256()
-            read = 0
-            for piece in read_extent(directory, Extent(planned.name, 0, planned.size)):
-                digest.update(piece)
-                read += len(piece)
-                while len(piece) >= self.shard_bytes - filled:
-                    shard.update(piece[: self.shard_bytes - filled])
-                    piece = piece[self.shard_bytes - filled :]
-                    yield shard.digest()
-                    shard, filled = hashlib.sha256(), 0
-                shard.update(piece)
-                filled += len(piece)
-            if read != planned.size:
-                raise ModelError(f"{planned.name} was cut short while it was published")
-            self.files.append(CheckpointFile(name=planned.name, size=planned.size, sha256=digest.digest()))
-        if filled:
-            yield shard.digest()
 
 
 class _Parts:

@@ -1,7 +1,7 @@
 """A relay's side of SHARDCAST: pull what the trainer announces or the head names, from the origin and other relays.
 
-The origin lets in a few relays for each checkpoint (p2p.shardcast.origin.FanOut); the others get it from them, and all
-from each other, shard by shard. No relay has a fixed place: whoever has a shard is asked for it, and one that dies is
+The origin gives each shard to a few relays (p2p.shardcast.fan_out), which give it to the others. No relay has a fixed
+place: whoever has a shard is asked for it, and one that dies is
 not asked again. Shards are served on from the moment they are verified. Leaves out how other relays are found.
 """
 

@@ -11,79 +11,43 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import trio
 
 from p2p.http import FileRange
 from p2p.shardcast.draft import Draft
+from p2p.shardcast.entries import MANIFEST, PARTIAL, PLAN, Entry, Progress, reopen
+from p2p.shardcast.hashing import is_sound
 from p2p.shardcast.partial import BITMAP, PartialCheckpoint, sync_file
 from p2p.shardcast.publish import Publication, link_files
-from protocol.checkpoint import Layout, check_names
-from protocol.envelope import Signed, open_envelope
+from protocol.checkpoint import Layout
+from protocol.envelope import Signed
 from protocol.errors import DataDirError, ModelError, ProtocolError, RefusedError
 from protocol.identity import Identity
 from protocol.records import CheckpointManifest, CheckpointPart, CheckpointPlan
 
 log = logging.getLogger(__name__)
 
-MANIFEST: Final = ".manifest"
-"""File names in a checkpoint never begin with a dot, so the store's own files cannot clash with them."""
-PLAN: Final = ".plan"
 SPARE_BYTES: Final = 64 << 20
 """Left free on the disk by a download, so that the node can still write its records."""
 
 
-@dataclass(eq=False)
-class _Entry:
-    """A checkpoint of this store. `partial` is None for one that was published here and for one that is complete."""
-
-    draft: Draft
-    directory: Path
-    partial: PartialCheckpoint | None
-    complete: bool
-    readers: int = 0
-
-    @property
-    def step(self) -> int:
-        return self.draft.layout.step
-
-    def has(self, index: int) -> bool:
-        if self.partial is not None:
-            return self.partial.has(index)
-        return self.draft.hashes[index] is not None
-
-    def held(self) -> int:
-        """Shards that may be served, as a number whose bit i stands for shard i."""
-        if self.partial is not None:
-            return self.partial.held
-        if self.complete:
-            return (1 << self.draft.layout.shards) - 1
-        return sum(1 << index for index, digest in enumerate(self.draft.hashes) if digest is not None)
-
-
-class Progress(NamedTuple):
-    """How far a checkpoint is here: what is signed, and which shards may be had."""
-
-    step: int
-    shards: int
-    parts: Sequence[Signed[CheckpointPart]]
-    manifest: Signed[CheckpointManifest] | None
-    held: int
-
-
 class CheckpointStore:
-    """Keeps the `keep` newest complete checkpoints under `directory`, and downloads until they are complete."""
+    """Keeps the `keep` newest complete checkpoints under `directory`, and downloads until they are complete.
 
-    def __init__(self, directory: Path, *, keep: int = 5) -> None:
+    With `max_bytes` they take no more than that: older ones make room for a download; the newest complete one stays.
+    """
+
+    def __init__(self, directory: Path, *, keep: int = 5, max_bytes: int = 0) -> None:
         self._directory = directory
         self._keep = keep
+        self._max_bytes = max_bytes
         self._lock = threading.RLock()
-        self._entries: dict[bytes, _Entry] = {}
+        self._entries: dict[bytes, Entry] = {}
         """By the manifest's id and by the plan's: a checkpoint that is on its way may have two names."""
         self._listeners: list[Callable[[], None]] = []
         directory.mkdir(parents=True, exist_ok=True)
@@ -136,10 +100,13 @@ class CheckpointStore:
         """How far a checkpoint or plan is here; None when it is not known."""
         with self._lock:
             entry = self._entries.get(checkpoint)
-            if entry is None:
-                return None
-            draft = entry.draft
-            return Progress(entry.step, draft.layout.shards, tuple(draft.parts), draft.manifest, entry.held())
+            return None if entry is None else Progress.of(entry)
+
+    @property
+    def held_bytes(self) -> int:
+        """What checkpoints take on the disk, downloads under way at their full size."""
+        with self._lock:
+            return sum(entry.draft.layout.total_bytes for entry in self._each())
 
     def subscribe(self, listener: Callable[[], None]) -> None:
         """Have a function called, from any thread, whenever a standing may have changed; it must not block."""
@@ -157,7 +124,7 @@ class CheckpointStore:
             yield entry.directory
 
     @contextmanager
-    def _releasing(self, entry: _Entry) -> Iterator[None]:
+    def _releasing(self, entry: Entry) -> Iterator[None]:
         try:
             yield
         finally:
@@ -188,10 +155,10 @@ class CheckpointStore:
             (entry.directory / name, offset, length) for name, offset, length in layout.extents(layout.range(index))
         ]
 
-    def _each(self) -> list[_Entry]:
+    def _each(self) -> list[Entry]:
         return list({id(entry): entry for entry in self._entries.values()}.values())
 
-    def _enter(self, entry: _Entry) -> None:
+    def _enter(self, entry: Entry) -> None:
         for name in entry.draft.ids:
             self._entries[name] = entry
 
@@ -227,7 +194,7 @@ class CheckpointStore:
             manifest = publication.sign_manifest(staging, plan, lambda part: self._learn(entry, part))
             if old is not None and publication.is_same(old, manifest):
                 return old
-            return self._settle_published(staging, entry or _Entry(Draft(manifest), staging, None, False), manifest)
+            return self._settle_published(staging, entry or Entry(Draft(manifest), staging, None, False), manifest)
         finally:
             if entry is not None and not entry.complete:
                 self._drop(entry)
@@ -240,21 +207,21 @@ class CheckpointStore:
                 None,
             )
 
-    def _announce(self, plan: Signed[CheckpointPlan], staging: Path) -> _Entry:
-        entry = _Entry(Draft(plan), staging, None, False)
+    def _announce(self, plan: Signed[CheckpointPlan], staging: Path) -> Entry:
+        entry = Entry(Draft(plan), staging, None, False)
         with self._lock:
             self._enter(entry)
         self._changed()
         return entry
 
-    def _learn(self, entry: _Entry | None, part: Signed[CheckpointPart]) -> None:
+    def _learn(self, entry: Entry | None, part: Signed[CheckpointPart]) -> None:
         if entry is not None:
             with self._lock:
                 entry.draft.add_part(part)
             self._changed()
 
     def _settle_published(
-        self, staging: Path, entry: _Entry, manifest: Signed[CheckpointManifest]
+        self, staging: Path, entry: Entry, manifest: Signed[CheckpointManifest]
     ) -> Signed[CheckpointManifest]:
         self._settle(staging, manifest, entry)
         log.info(
@@ -264,7 +231,7 @@ class CheckpointStore:
         )
         return manifest
 
-    def _drop(self, entry: _Entry) -> None:
+    def _drop(self, entry: Entry) -> None:
         with self._lock:
             for name in entry.draft.ids:
                 self._entries.pop(name, None)
@@ -299,7 +266,7 @@ class CheckpointStore:
         with self._lock:
             return manifest.id not in self._entries and self._joined_by(manifest) is not None
 
-    def _joined_by(self, signed: Signed[CheckpointManifest] | Signed[CheckpointPlan]) -> _Entry | None:
+    def _joined_by(self, signed: Signed[CheckpointManifest] | Signed[CheckpointPlan]) -> Entry | None:
         """The checkpoint that a plan or manifest belongs to although it began with the other one."""
         layout = Layout.of(signed.record)
         for entry in self._each():
@@ -320,17 +287,38 @@ class CheckpointStore:
             return entry
         return None
 
-    def _begin(self, signed: Signed[CheckpointManifest] | Signed[CheckpointPlan]) -> _Entry:
-        directory = self._directory / f"partial-{signed.id.hex()}"
+    def _begin(self, signed: Signed[CheckpointManifest] | Signed[CheckpointPlan]) -> Entry:
+        directory = self._directory / f"{PARTIAL}{signed.id.hex()}"
+        self._make_room(Layout.of(signed.record))
         self._require_space(Layout.of(signed.record), directory)
         directory.mkdir(exist_ok=True)
         name = MANIFEST if isinstance(signed.record, CheckpointManifest) else PLAN
         (directory / name).write_bytes(signed.data)
         draft = Draft(signed)
-        entry = _Entry(draft, directory, PartialCheckpoint(directory, draft, on_change=self._changed), False)
+        entry = Entry(draft, directory, PartialCheckpoint(directory, draft, on_change=self._changed), False)
         self._enter(entry)
         self._changed()
         return entry
+
+    def _make_room(self, layout: Layout) -> None:
+        """Keep to `max_bytes`: the oldest checkpoints that nobody reads go, never the newest. Raises DataDirError."""
+        if not self._max_bytes:
+            return
+        held = sorted(self._each(), key=lambda entry: entry.step)
+        newest = max((entry.step for entry in held if entry.complete), default=-1)
+        total = layout.total_bytes + sum(entry.draft.layout.total_bytes for entry in held)
+        for entry in held:
+            if total <= self._max_bytes:
+                return
+            if entry.readers == 0 and entry.step != newest:
+                total -= entry.draft.layout.total_bytes
+                shutil.rmtree(self._bury(entry), ignore_errors=True)
+        if total > self._max_bytes:
+            raise DataDirError(
+                f"checkpoint step {layout.step} needs {layout.total_bytes} bytes; with those in use that is {total}, "
+                f"and policies may take {self._max_bytes}",
+                hint=f"give this node more: --policies-quota-bytes {total}, or 0 for no limit",
+            )
 
     def _require_space(self, layout: Layout, directory: Path) -> None:
         held = sum(path.stat().st_blocks * 512 for path in directory.iterdir()) if directory.is_dir() else 0
@@ -344,8 +332,9 @@ class CheckpointStore:
     async def install(self, checkpoint: bytes) -> Path:
         """Make a download whose every shard is verified a checkpoint; gives its directory.
 
-        Nothing is hashed again: each shard was when it arrived, or after a restart. Raises MalformedError when a tensor
-        file could harm whoever opens it; ModelError when the download is not finished.
+        Each shard was hashed when it arrived, or after a restart; only where files meet is it done again, for the
+        files' own hashes. Raises MalformedError when one of them is wrong or a tensor file could harm whoever opens it;
+        ModelError when the download is not finished.
         """
         return await trio.to_thread.run_sync(self._install, checkpoint)
 
@@ -363,8 +352,31 @@ class CheckpointStore:
             if manifest is None or not download.is_whole:
                 missing = entry.draft.layout.shards - download.count
                 raise ModelError(f"checkpoint {checkpoint.hex()[:12]} lacks {missing} shards or its manifest")
-            download.check_tensors()
+            download.check_files()
             return self._settle(entry.directory, manifest, entry)
+
+    async def verify(self, checkpoint: bytes) -> bool:
+        """Hash a complete checkpoint that an earlier process installed; one that is damaged is removed.
+
+        Whether it is here and sound. Disks lose bytes, and what an engine loads must be what was signed.
+        """
+        return await trio.to_thread.run_sync(self._verify, checkpoint, abandon_on_cancel=True)
+
+    def _verify(self, checkpoint: bytes) -> bool:
+        with self._lock:
+            entry = self._entries.get(checkpoint)
+            manifest = entry.draft.manifest if entry is not None and entry.complete else None
+            if entry is None or manifest is None:
+                return False
+            entry.readers += 1
+        with self._releasing(entry):
+            if is_sound(entry.directory, manifest.record):
+                return True
+            log.error("checkpoint=%s step=%d cause=damaged-on-disk", checkpoint.hex()[:12], entry.step)
+            with self._lock:
+                grave = self._bury(entry)
+        shutil.rmtree(grave, ignore_errors=True)
+        return False
 
     def discard(self, checkpoint: bytes) -> None:
         """Throw a download away, for a manifest that proved to be unusable."""
@@ -396,7 +408,7 @@ class CheckpointStore:
             shutil.rmtree(grave, ignore_errors=True)
         return [entry.step for entry in doomed]
 
-    def _bury(self, entry: _Entry) -> Path:
+    def _bury(self, entry: Entry) -> Path:
         """Take a checkpoint out in one step, so that a kill leaves no half of it under a good name."""
         self._drop(entry)
         grave = self._directory / f".removed-{entry.directory.name}"
@@ -404,7 +416,7 @@ class CheckpointStore:
         log.info("removed step=%d id=%s", entry.step, entry.draft.ids[0].hex()[:12])
         return grave
 
-    def _settle(self, directory: Path, manifest: Signed[CheckpointManifest], entry: _Entry) -> Path:
+    def _settle(self, directory: Path, manifest: Signed[CheckpointManifest], entry: Entry) -> Path:
         """Sync a directory's files and give it its final name; only then is the checkpoint complete."""
         (directory / MANIFEST).write_bytes(manifest.data)
         for name in [MANIFEST, *(file.name for file in manifest.record.files)]:
@@ -428,33 +440,12 @@ class CheckpointStore:
         """Take in what an earlier run of this node left under `path`, or clear it away."""
         if path.name.startswith((".incoming-", ".removed-")):
             shutil.rmtree(path, ignore_errors=True)
-        if not path.name.startswith(("step-", "partial-")):
+        if not path.name.startswith(("step-", PARTIAL)):
             return
         try:
-            entry = self._reopened(path)
+            entry = reopen(path, self._changed)
         except (OSError, ProtocolError, ModelError) as error:
             log.warning("checkpoint=%s usable=no error=%r action=removed", path.name, str(error)[:300])
             shutil.rmtree(path, ignore_errors=True)
             return
         self._enter(entry)
-
-    def _reopened(self, path: Path) -> _Entry:
-        partial = path.name.startswith("partial-")
-        if partial and not (path / MANIFEST).exists():
-            draft = Draft(open_envelope((path / PLAN).read_bytes(), CheckpointPlan))
-        else:
-            draft = Draft(open_envelope((path / MANIFEST).read_bytes(), CheckpointManifest))
-            if (path / PLAN).exists():
-                draft.plan = open_envelope((path / PLAN).read_bytes(), CheckpointPlan)
-        check_names([file.name for file in draft.layout.files])
-        if partial:
-            return _Entry(draft, path, PartialCheckpoint(path, draft, on_change=self._changed), False)
-        _require_sizes(path, draft.layout)
-        return _Entry(draft, path, None, True)
-
-
-def _require_sizes(directory: Path, layout: Layout) -> None:
-    for name, size in layout.files:
-        found = (directory / name).stat().st_size
-        if found != size:
-            raise ModelError(f"{name} has {found} bytes instead of {size}")

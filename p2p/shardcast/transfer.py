@@ -1,9 +1,8 @@
-"""One download under way: what each source has, who fetches which shard from whom, and when to give up.
+"""One download under way: which shard is fetched from whom, and when to give up (SHARDCAST).
 
-A follower for each of a few sources keeps asking how far the checkpoint is there; parts and manifest come that way,
-while the trainer still hashes. Workers take a source by throughput and success, then a shard that it has, at random, so
-that relays which pull at once have different shards to give each other. A shard that is far slower than it would be
-elsewhere is fetched elsewhere.
+Workers take a source by throughput and success, then a shard that it has, at random, so that relays which pull at once
+have different shards to give each other. A shard that is far slower than it would be elsewhere is fetched elsewhere.
+What each source has is p2p.shardcast.following's work.
 """
 
 from __future__ import annotations
@@ -11,7 +10,9 @@ from __future__ import annotations
 import logging
 import math
 import random
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -19,46 +20,21 @@ from typing import Final
 import trio
 
 from p2p.shardcast.draft import Draft
+from p2p.shardcast.following import LOOK_S, Followed, Following, Pulse
 from p2p.shardcast.partial import PartialCheckpoint
 from p2p.shardcast.patch_client import Patching
-from p2p.shardcast.sources import (
-    MAX_STANDING_BYTES,
-    NOT_HERE,
-    Links,
-    Source,
-    Standing,
-    checkpoint_path,
-    open_standing,
-)
+from p2p.shardcast.sources import Links, checkpoint_path
 from p2p.shardcast.store import CheckpointStore
 from protocol.checkpoint import CheckpointRules
-from protocol.constants import MAX_SHARDS
-from protocol.envelope import open_envelope
-from protocol.errors import (
-    DataDirError,
-    MalformedError,
-    NodeError,
-    ProtocolError,
-    RefusedError,
-    RelayError,
-)
+from protocol.errors import DataDirError, NodeError, ProtocolError, RelayError
 from protocol.identity import PeerId
-from protocol.records import CheckpointManifest, CheckpointPart
 
 log = logging.getLogger(__name__)
 
-MAX_FOLLOWED: Final = 8
-"""Sources at once; others take the place of those that fail."""
-FOLLOW_WAIT_S: Final = 5.0
-"""How long a source may hold back its answer for something new to say."""
-POLL_S: Final = 0.25
-"""Between two questions to a source that does not know the checkpoint yet."""
 BREATH_S: Final = 0.02
 PLENTY_S: Final = 0.3
-"""Between two questions to a source while there are shards to choose from."""
-STRIKES: Final = 3
-"""Failures in a row after which another source may take this one's place."""
-LOOK_S: Final = 0.25
+"""Between two questions to a source while there are shards to choose from. Longer ones make relays that pull at once
+choose the same shards."""
 FEW: Final = 2
 QUICK_SHARD_S: Final = 0.5
 SLACK: Final = 10.0
@@ -69,9 +45,11 @@ LONGEST_SHARD_S: Final = 600.0
 STEAL_AFTER_S: Final = 1.0
 STEAL_UNKNOWN_AFTER_S: Final = 3.0
 """The same while no other source has been measured."""
+LAST_SHARDS: Final = 8
 STEAL_FACTOR: Final = 3.0
 STEAL_SPARE_S: Final = 1.0
-"""Whoever has nothing else to fetch takes over a shard that would still need so many times what it needs elsewhere."""
+"""Whoever has nothing else to fetch takes over a shard that would still need so many times what it needs elsewhere, or
+what shards took lately: those that come together share this node's own link."""
 TRICKLE: Final = 10.0
 TRICKLE_S: Final = 5.0
 """The same while there is other work: only from a relay that is hopeless."""
@@ -82,23 +60,11 @@ OnProgress = Callable[[int, int, Mapping[PeerId, int]], None]
 
 
 @dataclass(eq=False)
-class _Followed:
-    """A source, and what it last said."""
-
-    source: Source
-    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
-    held: int = 0
-    name: bytes = b""
-    """The id under which it knows the checkpoint; empty before it has said anything."""
-    ask_again: trio.Event = field(default_factory=trio.Event)
-
-
-@dataclass(eq=False)
 class _Attempt:
     """A shard on its way."""
 
     index: int
-    followed: _Followed
+    followed: Followed
     length: int
     began_at: float
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
@@ -127,37 +93,45 @@ class Transfer:
         on_progress: OnProgress | None = None,
     ) -> None:
         self._links = links
-        self._store = store
-        self._rules = rules
         self._partial = partial
         self._patching = patching
         self._connections = connections
         self._patience_s = patience_s
         self._on_progress = on_progress
-        self._followed: dict[PeerId, _Followed] = {}
+        self._pulse = Pulse()
+        self._following = Following(
+            links,
+            store,
+            rules,
+            partial,
+            pulse=self._pulse,
+            on_answer=self._look_at_todo,
+            breath_s=self._breath_s,
+        )
         self._attempts: dict[int, _Attempt] = {}
         self._slow_at: dict[int, PeerId] = {}
         """By shard, from whom it was taken away."""
         self._todo = 0
         """Shards that may be fetched and nobody fetches, as a number whose bit i stands for shard i."""
-        self._shard_s = 0.0
-        """How long the last shard took."""
+        self._took_s: deque[float] = deque(maxlen=LAST_SHARDS)
+        """How long the last shards took."""
         self._received: dict[PeerId, int] = {}
-        self._alive_at = time.monotonic()
-        self._said = ""
         self._failure: NodeError | None = None
-        self._news = trio.Event()
 
     @property
     def draft(self) -> Draft:
         return self._partial.draft
+
+    @property
+    def _sources(self) -> Mapping[PeerId, Followed]:
+        return self._following.sources
 
     async def run(self) -> None:
         """Raises RelayError when nobody gives a byte for `patience_s`, DataDirError when this disk cannot take it."""
         await trio.to_thread.run_sync(self._partial.recheck)
         self._look_at_todo()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._follow_all, nursery)
+            nursery.start_soon(self._following.run)
             nursery.start_soon(self._watch_attempts)
             for number in range(self._connections):
                 nursery.start_soon(self._work, number)
@@ -168,8 +142,8 @@ class Transfer:
 
     async def _until_over(self) -> None:
         while not self._partial.is_whole and self._failure is None:
-            news = self._news
-            if (left_s := self._alive_at + self._patience_s - time.monotonic()) <= 0:
+            news = self._pulse.news
+            if (left_s := self._pulse.alive_at + self._patience_s - time.monotonic()) <= 0:
                 self._failure = self._gave_up()
                 return
             with trio.move_on_after(left_s):
@@ -178,146 +152,27 @@ class Transfer:
     def _gave_up(self) -> RelayError:
         missing = self._partial.missing()
         what = f"shard {missing[0]}" if missing else "the manifest"
-        said = self._said or ("none was ready to be asked" if self._links.sources() else "no relay is known")
+        said = self._pulse.last_word or ("none was ready to be asked" if self._links.sources() else "no relay is known")
         step = self.draft.layout.step
         return RelayError(f"no relay gave {what} of checkpoint step {step}; the last word was: {said}")
 
-    def _wake(self) -> None:
-        self._news.set()
-        self._news = trio.Event()
-
     def _look_at_todo(self) -> None:
         self._todo = self._partial.wanted() & ~sum(1 << index for index in self._attempts)
-        self._wake()
-
-    # ---------------------------------------------------------------------------------------------------- following
-
-    async def _follow_all(self, nursery: trio.Nursery) -> None:
-        while True:
-            sources = {source.peer: source for source in self._links.sources()}
-            for peer, followed in list(self._followed.items()):
-                if sources.get(peer) != followed.source:
-                    self._unfollow(followed)
-            others = [source for peer, source in sources.items() if peer not in self._followed]
-            random.shuffle(others)
-            others.sort(key=lambda source: self._links.balancer.paused_s(source.peer))
-            for source in others[: MAX_FOLLOWED - len(self._followed)]:
-                followed = self._followed[source.peer] = _Followed(source)
-                nursery.start_soon(self._follow, followed)
-            await trio.sleep(LOOK_S)
-
-    def _unfollow(self, followed: _Followed) -> None:
-        self._followed.pop(followed.source.peer, None)
-        followed.scope.cancel()
-
-    async def _follow(self, followed: _Followed) -> None:
-        strikes = 0
-        with followed.scope:
-            while strikes < STRIKES:
-                pause_s = await self._ask(followed)
-                strikes = 0 if pause_s is not None else strikes + 1
-                if pause_s is None:
-                    pause_s = POLL_S + self._links.balancer.paused_s(followed.source.peer)
-                await trio.sleep(pause_s)
-                await self._until_starved()
-                await self._worth_asking(followed)
-        if self._followed.get(followed.source.peer) is followed:
-            del self._followed[followed.source.peer]
-
-    async def _worth_asking(self, followed: _Followed) -> None:
-        """Wait while the source has told all that it ever will, unless it then refuses a shard."""
-        if self.draft.manifest is not None and followed.held.bit_count() == self.draft.layout.shards:
-            followed.ask_again = trio.Event()
-            await followed.ask_again.wait()
-
-    async def _ask(self, followed: _Followed) -> float | None:
-        """Learn how far a source is; how long to leave it alone then, or None when it failed."""
-        peer = followed.source.peer
-        try:
-            standing = await self._standing(followed)
-            await self._learn(standing)
-            followed.held = standing.held_bits()
-        except RefusedError as error:
-            self._said = error.message
-            followed.held = 0
-            return POLL_S if error.code in NOT_HERE else None
-        except RelayError as error:
-            self._said = error.message
-            followed.held = 0
-            return None
-        except ProtocolError as error:
-            self._said = error.message
-            followed.held = 0
-            self._links.blame(peer, f"about checkpoint step {self.draft.layout.step}: {error.message}")
-            return None
-        self._look_at_todo()
-        return BREATH_S
-
-    async def _until_starved(self) -> None:
-        """While there are shards to choose from, sources are asked less often."""
-        with trio.move_on_after(PLENTY_S):
-            while not self._is_starved():
-                news = self._news
-                await news.wait()
+        self._pulse.wake()
 
     def _is_starved(self) -> bool:
         """Whether workers have nothing to choose from."""
-        return not any(each.held & self._todo for each in self._followed.values())
+        return not any(each.held & self._todo for each in self._sources.values())
 
-    async def _standing(self, followed: _Followed) -> Standing:
-        """Asks under the manifest's id, then under the plan's: a source may know either."""
-        names = self.draft.ids
-        for name in names:
-            closed = self.draft.manifest is not None
-            known = MAX_SHARDS if closed else len(self.draft.parts), followed.held.bit_count(), int(closed)
-            wait_s = FOLLOW_WAIT_S if name == followed.name else 0.0
-            query = "standing?parts={}&held={}&closed={}".format(*known) + f"&wait_s={wait_s:g}"
-            try:
-                response = await self._links.get(
-                    followed.source, checkpoint_path(name, query), max_bytes=MAX_STANDING_BYTES, wait_s=wait_s
-                )
-            except RefusedError as error:
-                if error.code in NOT_HERE and name != names[-1]:
-                    continue
-                raise
-            followed.name = name
-            return open_standing(response.body)
-        raise RelayError("a checkpoint without a name")
-
-    async def _learn(self, standing: Standing) -> None:
-        """Take parts and manifest. Raises ProtocolError: whoever sent them is at fault."""
-        if standing.shards != self.draft.layout.shards:
-            raise MalformedError(f"a checkpoint of {self.draft.layout.shards} shards is said to have {standing.shards}")
-        news = self._learn_parts(standing.parts)
-        if standing.manifest and self.draft.manifest is None:
-            manifest = open_envelope(standing.manifest, CheckpointManifest)
-            self._rules.check(manifest, step=self.draft.layout.step)
-            if not self.draft.continues(manifest):
-                raise MalformedError("a manifest that is not of the announced plan")
-            self._store.close(manifest)
-            news = True
-        if news:
-            self._alive_at = time.monotonic()
-            await trio.to_thread.run_sync(self._partial.recheck)
-
-    def _learn_parts(self, parts: list[bytes]) -> bool:
-        plan = self.draft.plan
-        if plan is None or self.draft.manifest is not None:  # a source may then have another plan of the same files
-            return False
-        news = False
-        for data in parts:
-            part = open_envelope(data, CheckpointPart)
-            self._rules.check_part(part, plan.id)
-            if part.record.number >= len(self.draft.parts):  # otherwise another source was quicker
-                self._store.learn(plan.id, part)
-                news = True
-        return news
+    def _breath_s(self) -> float:
+        """How long a source may be left alone: what it has is asked for as soon as there is nothing else to fetch."""
+        return BREATH_S if self._is_starved() else PLENTY_S
 
     # ----------------------------------------------------------------------------------------------------- fetching
 
     async def _work(self, number: int) -> None:
         while True:
-            news = self._news
+            news = self._pulse.news
             choice = self._choose() if number < self._useful_workers() else None
             if choice is None:
                 with trio.move_on_after(LOOK_S):
@@ -327,20 +182,20 @@ class Transfer:
                 await self._fetch(*choice)
             except OSError as error:  # of this node's disk: the network's are RelayErrors
                 self._failure = disk_error(error)
-                self._wake()
+                self._pulse.wake()
 
     def _useful_workers(self) -> int:
         """On a quick link one or two connections fill it, and the first shard is whole sooner when it comes alone."""
         longest_s = max((time.monotonic() - each.began_at for each in self._attempts.values()), default=0.0)
-        if max(longest_s, self._shard_s) > QUICK_SHARD_S:
+        if max(longest_s, self._took_s[-1] if self._took_s else 0.0) > QUICK_SHARD_S:
             return self._connections
         return FEW if self._partial.count else 1
 
-    def _choose(self) -> tuple[_Followed, int] | None:
+    def _choose(self) -> tuple[Followed, int] | None:
         balancer = self._links.balancer
         ready = {
             peer: each
-            for peer, each in self._followed.items()
+            for peer, each in self._sources.items()
             if each.held & self._todo and balancer.paused_s(peer) <= 0 and not self._is_full(each)
         }
         peer = balancer.choose(list(ready))
@@ -353,19 +208,19 @@ class Transfer:
             peer = random.choice(others)
         return ready[peer], index
 
-    def _is_full(self, followed: _Followed) -> bool:
+    def _is_full(self, followed: Followed) -> bool:
         at_it = sum(attempt.followed is followed for attempt in self._attempts.values())
-        return at_it >= MAX_AT_ONE and len(self._followed) > 1
+        return at_it >= MAX_AT_ONE and len(self._sources) > 1
 
     def _rarest(self, shards: int) -> int:
         """Those of the shards that one source alone has, if there are any: so that those who pull at once can share."""
         once = more = 0
-        for each in self._followed.values():
+        for each in self._sources.values():
             more |= once & each.held
             once |= each.held
         return shards & ~more or shards
 
-    async def _fetch(self, followed: _Followed, index: int) -> None:
+    async def _fetch(self, followed: Followed, index: int) -> None:
         length = self.draft.layout.length(index)
         attempt = _Attempt(index, followed, length, time.monotonic())
         self._attempts[index] = attempt
@@ -380,7 +235,7 @@ class Transfer:
         if attempt.scope.cancelled_caught and attempt.whole:
             seconds = time.monotonic() - attempt.began_at
             self._links.balancer.observed(followed.source.peer, bytes_count=attempt.received, seconds=seconds)
-        self._wake()
+        self._pulse.wake()
 
     async def _fetch_from(self, attempt: _Attempt) -> None:
         followed, index = attempt.followed, attempt.index
@@ -409,14 +264,14 @@ class Transfer:
             return await self._links.get_patch(followed.source, path, max_bytes=max_bytes, timeout_s=timeout_s)
 
         if await self._patching.copy(attempt.index):
-            self._alive_at = time.monotonic()
+            self._pulse.beat()
             return True
         peer, throughput = followed.source.peer, balancer.best_throughput()
         received = await self._patching.fetch(attempt.index, peer, ask, throughput=throughput)
         if received is None:
             return False
         attempt.received = received
-        self._alive_at = time.monotonic()
+        self._pulse.beat()
         balancer.did_well(peer)
         return True
 
@@ -428,7 +283,7 @@ class Transfer:
         def take(piece: memoryview) -> None:
             sink.write(piece)
             attempt.received += len(piece)
-            self._alive_at = time.monotonic()
+            self._pulse.beat()
 
         try:
             digest = await self._links.get_shard(
@@ -438,19 +293,19 @@ class Transfer:
                 expected_bytes=attempt.length,
                 timeout_s=self._shard_timeout_s(attempt.length),
             )
-            await trio.to_thread.run_sync(sink.commit, digest)
+            await trio.to_thread.run_sync(sink.finish, digest)
         finally:
-            with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(sink.close)
+            if sink.is_open:
+                with trio.CancelScope(shield=True):
+                    await trio.to_thread.run_sync(sink.close)
             self._links.count(peer, attempt.received)
-        self._shard_s = time.monotonic() - attempt.began_at
-        self._links.balancer.succeeded(peer, bytes_count=attempt.length, seconds=self._shard_s)
+        self._took_s.append(time.monotonic() - attempt.began_at)
+        self._links.balancer.succeeded(peer, bytes_count=attempt.length, seconds=self._took_s[-1])
         self._patching.savings.add_whole(attempt.length)
 
-    def _failed(self, followed: _Followed, index: int, why: str) -> None:
-        self._said = why
-        followed.held &= ~(1 << index)
-        followed.ask_again.set()
+    def _failed(self, followed: Followed, index: int, why: str) -> None:
+        self._pulse.last_word = why
+        followed.lacks(index)
 
     def _shard_timeout_s(self, length: int) -> float:
         best = self._links.balancer.best_throughput()
@@ -479,7 +334,7 @@ class Transfer:
         balancer = self._links.balancer
         others = [
             peer
-            for peer, each in self._followed.items()
+            for peer, each in self._sources.items()
             if each is not attempt.followed and each.held >> attempt.index & 1 and balancer.paused_s(peer) <= 0
         ]
         if not others or not attempt.whole or now - attempt.began_at < STEAL_AFTER_S:
@@ -489,7 +344,8 @@ class Transfer:
         if not rates:
             return now - attempt.began_at > STEAL_UNKNOWN_AFTER_S and remaining_s > SLACK * STEAL_UNKNOWN_AFTER_S
         factor, spare_s = (STEAL_FACTOR, STEAL_SPARE_S) if self._is_starved() else (TRICKLE, TRICKLE_S)
-        return remaining_s > factor * attempt.length / max(rates) + spare_s
+        elsewhere_s = max(attempt.length / max(rates), statistics.median(self._took_s or [0.0]))
+        return remaining_s > factor * elsewhere_s + spare_s
 
 
 def random_bit(bits: int) -> int:

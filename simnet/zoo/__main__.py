@@ -48,9 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config, compute_args = parse(sys.argv[1:] if arguments is None else arguments)
         set_up_logging(config.log_level)
-        from node.app import run_node
+        from node.start import start_node
 
-        return run_node(config, kind=kind_of(compute_args[0], compute_args))
+        return start_node(config, kind=kind_of(compute_args[0], compute_args))
     except NodeError as error:
         sys.stderr.write(f"error: {printable(str(error))}\n")
         return error.exit_code

@@ -15,5 +15,5 @@ def test_engines_are_measured_beside_transformers():
 
 
 def test_an_unknown_model_is_named():
-    with pytest.raises(ModelError, match="no model 'gpt-9'"):
+    with pytest.raises(ModelError, match="no 'gpt-9'"):
         bench(quick=True, model="gpt-9")

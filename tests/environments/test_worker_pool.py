@@ -33,7 +33,7 @@ def prepare():
             case ["die"]: __import__("os")._exit(0)
             case ["sleep"]: time.sleep(60)
             case ["print"]: print("{}"); return "printed"
-            case ["secret"]: return __import__("os").environ.get("INTELLECT_PASSPHRASE", "none")
+            case ["secret"]: return __import__("os").environ.get("INTELLECT_NODE_PASSPHRASE", "none")
             case ["write", path]:
                 with open(path, "w") as file: file.write("x" * 10)
                 return "written"
@@ -114,7 +114,7 @@ def test_a_worker_that_does_not_start_is_named(code, why):
 
 
 def test_a_worker_sees_none_of_the_node_s_secrets_and_writes_nothing(pool, monkeypatch, tmp_path):
-    monkeypatch.setenv("INTELLECT_PASSPHRASE", "hunter2")
+    monkeypatch.setenv("INTELLECT_NODE_PASSPHRASE", "hunter2")
     assert pool.call(["secret"]) == "none"
     with pytest.raises(FailedError, match="File too large"):
         pool.call(["write", str(tmp_path / "file")])

@@ -11,7 +11,7 @@ import trio.testing
 from factories import OPERATOR, make_batch, make_manifest, make_submission, make_verdict
 
 from node.feeds import Feeds
-from node.ledger_file import LedgerFile
+from node.ledger.log import LedgerLog
 from node.relay_client import FeedItem
 from node.trainer.collector import Collector
 from protocol.envelope import Signed
@@ -64,7 +64,7 @@ class World:
     def __init__(self, directory: Path) -> None:
         self.relay = FakeRelay()
         self.feeds = FakeFeeds(self.relay)
-        self.ledger = LedgerFile(directory / "ledger", LedgerState(RUN, make_manifest()))
+        self.ledger = LedgerLog(directory / "ledger", LedgerState(RUN, make_manifest()))
         self.collector = Collector(OPERATOR, self.ledger, cast(Feeds, self.feeds), directory / "rollouts")
 
     @property

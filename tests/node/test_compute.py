@@ -187,7 +187,7 @@ async def test_memory_limit_ends_the_child(make, nursery):
 
 
 async def test_the_child_gets_threads_but_no_settings(make, nursery, monkeypatch):
-    monkeypatch.setenv("INTELLECT_PASSPHRASE", "secret")
+    monkeypatch.setenv("INTELLECT_NODE_PASSPHRASE", "secret")
     process = make(threads=3)
     await nursery.start(process.run)
     environment = await call(process, "environment")

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from node.config import NodeConfig, Secret, default_data_dir, resolve
+from node.config import NodeConfig, Secret, resolve
 from protocol.errors import ConfigError
 from protocol.identity import Identity
 
@@ -33,25 +33,25 @@ def test_every_field_is_documented():
 
 def test_defaults():
     config = resolve(GIVEN, environ={}).config
-    assert config.data_dir == Path.home() / ".intellect-node"
+    assert config.data_dir == Path.home() / ".local/share/intellect-node" / f"inference-demo-{ALICE[-8:]}"
     assert config.bootstrap == ()
     assert str(config.run_address) == RUN
 
 
 def test_each_source_beats_the_weaker_ones(config_file):
     file = config_file("threads = 1\nhttp_port = 1\nstatus_port = 1\n")
-    environ = {"INTELLECT_HTTP_PORT": "2", "INTELLECT_STATUS_PORT": "2", "OTHER": "x"}
+    environ = {"INTELLECT_NODE_HTTP_PORT": "2", "INTELLECT_NODE_STATUS_PORT": "2", "OTHER": "x"}
     resolved = resolve({**GIVEN, "status_port": 3}, file=file, environ=environ)
     assert (resolved.config.threads, resolved.config.http_port, resolved.config.status_port) == (1, 2, 3)
     assert resolved.sources["threads"] == str(file)
-    assert resolved.sources["http_port"] == "INTELLECT_HTTP_PORT"
+    assert resolved.sources["http_port"] == "INTELLECT_NODE_HTTP_PORT"
     assert resolved.sources["status_port"] == "--status-port"
     assert resolved.sources["device"] == "default"
 
 
 def test_lists_and_switches_from_the_environment():
     peers = [f"/ip4/127.0.0.1/tcp/{port}/p2p/{ALICE}" for port in (1, 2)]
-    environ = {"INTELLECT_BOOTSTRAP": ", ".join(peers), "INTELLECT_STAY": "true"}
+    environ = {"INTELLECT_NODE_BOOTSTRAP": ", ".join(peers), "INTELLECT_NODE_STAY": "true"}
     config = resolve(GIVEN, environ=environ).config
     assert config.bootstrap == tuple(peers)
     assert config.stay is True
@@ -64,8 +64,8 @@ def test_an_unknown_key_in_a_file_names_the_nearest(config_file):
 
 
 def test_an_unknown_variable_names_the_nearest():
-    with pytest.raises(ConfigError, match=r"'INTELLECT_BOOTSRAP' .*did you mean INTELLECT_BOOTSTRAP\?"):
-        resolve(GIVEN, environ={"INTELLECT_BOOTSRAP": "x"})
+    with pytest.raises(ConfigError, match=r"'INTELLECT_NODE_BOOTSRAP' .*did you mean INTELLECT_NODE_BOOTSTRAP\?"):
+        resolve(GIVEN, environ={"INTELLECT_NODE_BOOTSRAP": "x"})
 
 
 @pytest.mark.parametrize(
@@ -119,25 +119,20 @@ def test_a_wrong_bootstrap_address_is_refused(address):
 
 
 def test_the_dry_run_is_a_file_that_gives_the_same_settings(config_file):
-    first = resolve({**GIVEN, "threads": 3, "stay": True}, environ={"INTELLECT_PASSPHRASE": "hunter2"})
+    first = resolve({**GIVEN, "threads": 3, "stay": True}, environ={"INTELLECT_NODE_PASSPHRASE": "hunter2"})
     text = first.to_toml()
     assert "hunter2" not in text
     assert "***" in text
     assert "threads = 3  # --threads" in text
     assert tomllib.loads(text)["listen"] == ["/ip4/0.0.0.0/tcp/8471"]
-    again = resolve({}, file=config_file(text), environ={"INTELLECT_PASSPHRASE": "hunter2"})
+    again = resolve({}, file=config_file(text), environ={"INTELLECT_NODE_PASSPHRASE": "hunter2"})
     assert again.config == first.config
 
 
 def test_a_secret_does_not_show():
-    config = resolve(GIVEN, environ={"INTELLECT_PASSPHRASE": "hunter2"}).config
+    config = resolve(GIVEN, environ={"INTELLECT_NODE_PASSPHRASE": "hunter2"}).config
     assert config.passphrase == Secret("hunter2")
     assert "hunter2" not in f"{config!r} {config.passphrase} {config.passphrase!r}"
-
-
-def test_the_data_directory_of_small_commands(tmp_path):
-    assert default_data_dir({"INTELLECT_DATA_DIR": str(tmp_path)}) == tmp_path
-    assert default_data_dir({}) == Path.home() / ".intellect-node"
 
 
 @pytest.mark.parametrize("text", ["@peers.txt", "/dnsaddr/swarm.example"])
@@ -155,8 +150,8 @@ def test_announced_address_must_lead_somewhere(text):
 def test_an_allow_list_holds_peer_ids(config_file):
     config = resolve(GIVEN, file=config_file(f"allow = ['{ALICE}']"), environ={}).config
     assert config.allow == (ALICE,)
-    with pytest.raises(ConfigError, match="allow from INTELLECT_ALLOW: not a") as caught:
-        resolve(GIVEN, environ={"INTELLECT_ALLOW": f"{ALICE}, bob"})
+    with pytest.raises(ConfigError, match="allow from INTELLECT_NODE_ALLOW: not a") as caught:
+        resolve(GIVEN, environ={"INTELLECT_NODE_ALLOW": f"{ALICE}, bob"})
     assert "intellect-node id" in caught.value.hint
 
 
@@ -166,3 +161,46 @@ def test_a_relay_is_reached_over_tls_alone(url):
     with pytest.raises(ConfigError, match="public_url") as caught:
         resolve({**GIVEN, "public_url": url}, environ={})
     assert "https://" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("", 0), ("8GiB", 8 << 30), ("1.5GB", 1_500_000_000), ("512MiB", 512 << 20)]
+)
+def test_memory_is_written_with_its_unit(text, number):
+    assert resolve({**GIVEN, "max_memory": text}, environ={}).config.max_memory_bytes == number
+
+
+@pytest.mark.parametrize("text", ["8", "8 GiB", "-1GB", "lots", "1e3GB"])
+def test_memory_without_a_unit_is_refused(text):
+    with pytest.raises(ConfigError, match="max_memory from --max-memory") as caught:
+        resolve({**GIVEN, "max_memory": text}, environ={})
+    assert "8GiB" in caught.value.hint
+
+
+def test_an_unknown_engine_is_refused():
+    with pytest.raises(ConfigError, match="engine from --engine"):
+        resolve({**GIVEN, "engine": "abacus"}, environ={})
+
+
+@pytest.mark.parametrize("url", ["http://hooks.example/x", "ftp://x", "https://", "https:///x", "x", "https://h/a b"])
+def test_a_webhook_that_is_no_safe_url_is_refused_and_not_shown(url):
+    """A URL is often a secret: the message says which one it is, not what it is."""
+    with pytest.raises(ConfigError, match="webhook 2 from --webhooks") as caught:
+        resolve({**GIVEN, "webhooks": ("http://127.0.0.1:8080/hook", url)}, environ={})
+    assert url not in str(caught.value).replace("https://<host>/<path>", "") or len(url) < 9
+
+
+def test_webhooks_and_their_secret(config_file):
+    file = config_file('webhooks = ["https://hooks.example/T0/B1", "http://localhost/x"]\n')
+    resolved = resolve(GIVEN, file=file, environ={"INTELLECT_NODE_WEBHOOK_SECRET": "hush"})
+    assert len(resolved.config.webhooks) == 2
+    assert resolved.config.webhook_secret == Secret("hush")
+    assert "hush" not in resolved.to_toml()
+    with pytest.raises(ConfigError, match="may not stand in"):
+        resolve(GIVEN, file=config_file('webhook_secret = "hush"\n'), environ={})
+
+
+@pytest.mark.parametrize("text", ["9464", "a b:1", "host:123456"])
+def test_an_address_for_metrics_has_a_port(text):
+    with pytest.raises(ConfigError, match="metrics_listen from --metrics-listen"):
+        resolve({**GIVEN, "metrics_listen": text}, environ={})

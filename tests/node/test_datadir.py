@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from node.datadir import LAYOUT_FILE, DataDir, disk_error
+from node.datadir import DataDir, disk_error
+from node.layouts import LAYOUT_FILE
 from protocol.errors import DataDirError
 
 
@@ -36,11 +37,12 @@ def test_a_second_node_is_told_who_holds_the_directory(tmp_path):
         pass
 
 
-def test_a_later_layout_is_refused_and_the_lock_freed(tmp_path):
-    (tmp_path / LAYOUT_FILE).write_text("999\n")
+def test_a_later_layout_is_refused_by_name_and_the_lock_freed(tmp_path):
+    (tmp_path / LAYOUT_FILE).write_text('{"layout": 999, "software": "intellect-node/9.1.0"}\n')
     for _ in range(2):
-        with pytest.raises(DataDirError, match="another release"), DataDir(tmp_path):
-            pass
+        with pytest.raises(DataDirError, match=r"written by intellect-node/9\.1\.0: layout 999") as caught:
+            DataDir(tmp_path).__enter__()
+        assert "pip install 'intellect-node>=9.1.0'" in caught.value.hint
 
 
 def test_a_file_in_the_way_is_named(tmp_path):

@@ -22,13 +22,14 @@ from protocol.patch import Run, apply_patch, make_patch
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
-    return write_model(build_model("qwen2-grouped"), tmp_path_factory.mktemp("model"))
+    """Its heads are 32 wide, the least that vLLM's kernels for CPUs take."""
+    return write_model(build_model("qwen2-wide"), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
 def next_dir(tmp_path_factory):
     """Another policy of the same architecture."""
-    return write_model(build_model("qwen2-grouped", seed=7), tmp_path_factory.mktemp("next"))
+    return write_model(build_model("qwen2-wide", seed=7), tmp_path_factory.mktemp("next"))
 
 
 @pytest.fixture(scope="module")

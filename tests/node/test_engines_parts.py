@@ -1,6 +1,6 @@
 """Parts of the torch engine: products, noise on a device, proofs in a thread, the registry, checks of a model."""
 
-import builtins
+import sys
 
 import numpy as np
 import pytest
@@ -76,22 +76,17 @@ def test_an_unknown_engine_is_named():
 
 
 def test_an_engine_that_is_not_installed_names_the_command(monkeypatch):
-    real = builtins.__import__
-
-    def without_vllm(name, *args, **kwargs):
-        if name == "vllm":
-            raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
-        return real(name, *args, **kwargs)
-
-    module = "node.engines.needs_vllm"
-    monkeypatch.setattr(
-        registry.importlib, "import_module", lambda name: __import__("vllm" if name == module else name)
-    )
-    monkeypatch.setattr("builtins.__import__", without_vllm)
-    monkeypatch.setitem(registry.ENGINES, "vllm", registry.ENGINES["vllm"]._replace(module=module))
-    with pytest.raises(ModelError, match="engine vllm is not installed: there is no module vllm") as caught:
-        registry.engine_factory("vllm")
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ModelError, match="vLLM is not installed") as caught:
+        registry.engine_factory("vllm")()
     assert "pip install 'intellect-node[vllm]'" in caught.value.hint
+    assert "--engine torch" in caught.value.hint
+
+
+def test_only_vllm_shares_a_policy_between_devices(monkeypatch):
+    monkeypatch.setenv("INTELLECT_TENSOR_PARALLEL", "2")
+    with pytest.raises(ConfigError, match="runs on one device, not on 2"):
+        registry.engine_from_environment(engine="torch")
 
 
 def test_a_model_is_the_run_s():

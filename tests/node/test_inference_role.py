@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import trio
-from factories import make_head, make_manifest, make_submission, sealed
+from factories import make_head, make_manifest, make_submission, make_verdict, sealed
 
 from node.inference.outbox import Outbox
 from node.inference.role import HeldPolicy, InferenceParts, InferenceRole
@@ -125,6 +125,72 @@ async def test_an_older_policy_that_the_run_takes_is_used_by_one_that_used_no_ne
     made, _ = start(FakeSwarm(step=3, checkpoint_step=3, oldest_checkpoint_step=1), FakePolicies(1, 2))
     with trio.fail_after(60):
         assert await made.receive() == (3, 0, 2)
+
+
+class Slow(InferenceRole):
+    """Works on its first submission until a test lets it finish."""
+
+    def __init__(self, parts: InferenceParts) -> None:
+        super().__init__(parts)
+        self.started, self.may_finish = trio.Event(), trio.Event()
+
+    async def produce(self, head: Head, policy: HeldPolicy) -> None:
+        self.started.set()
+        await self.may_finish.wait()
+        self._p.outbox.add(make_submission(ALICE, MANIFEST.id, step=head.step), self.file(head.step, 0))
+
+
+@pytest.fixture
+def slow(tmp_path: Path, outbox: Outbox) -> Any:
+    def made(swarm: Any) -> tuple[Slow, StatusBoard]:
+        board = StatusBoard(role="inference", peer_id=ALICE.peer_id, run="test")
+        compute: Any = None
+        feeds: Any = SilentFeeds()
+        policies: Any = FakePolicies(3)
+        return Slow(InferenceParts(ALICE, swarm, policies, compute, outbox, feeds, board, tmp_path / "work")), board
+
+    return made
+
+
+async def test_who_leaves_finishes_what_is_under_way_and_begins_nothing(autojump_clock, outbox, slow, nursery) -> None:
+    role, board = slow(FakeSwarm(step=3, checkpoint_step=3))
+    nursery.start_soon(role.run)
+    with trio.fail_after(60):
+        await role.started.wait()
+        async with trio.open_nursery() as leaving:
+            leaving.start_soon(role.leave, 30)
+            await trio.testing.wait_all_tasks_blocked()
+            assert board.snapshot()["activity"] == "finishing what is being generated, within 30 s"
+            role.may_finish.set()
+        assert outbox.count("ready") == 1, "no relay is near: it waits for the next start"
+        assert board.snapshot()["state"] == "stopping"
+        await trio.sleep(20)
+        assert outbox.count("ready") == 1
+
+
+async def test_leaving_has_a_deadline(autojump_clock, outbox, slow, nursery, caplog) -> None:
+    caplog.set_level("INFO")
+    role, _ = slow(FakeSwarm(step=3, checkpoint_step=3))
+    nursery.start_soon(role.run)
+    with trio.fail_after(60):
+        await role.started.wait()
+        began = trio.current_time()
+        await role.leave(10)
+        assert trio.current_time() - began == 10
+    assert "unfinished_work_lost=True" in caplog.text
+
+
+async def test_the_first_accepted_work_is_told_with_where_its_proof_lies(outbox, slow) -> None:
+    role, board = slow(FakeSwarm(step=3, checkpoint_step=3))
+    works = [make_submission(ALICE, MANIFEST.id, step=3, index=index) for index in range(2)]
+    for work in works:
+        outbox.add(work, Path(work.id.hex()))
+        verdict = make_verdict(work)
+        assert outbox.judged(verdict)
+        role._celebrate(verdict)
+        first = board.detail("first_accepted")
+        assert (first["submission"], first["kept"]) == (works[0].id.hex(), str(outbox.path))
+    assert first["rollouts"] == works[0].record.rollouts
 
 
 async def test_a_head_that_is_behind_makes_no_work(autojump_clock, outbox, start) -> None:

@@ -7,17 +7,23 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import trio
 from factories import make_submission, make_verdict
 from relay_world import MANIFEST, Relay, loopback, make_head, serving
 
-from node.ledger_file import LedgerFile
-from node.ledger_follow import LedgerFollower
+from node.ledger import pull
+from node.ledger.follow import LedgerFollower
+from node.ledger.log import LedgerLog
+from node.ledger.witness import ForkWitness
 from node.relay_client import RelayClient
+from node.status import StatusBoard
+from protocol.forks import open_proof
 from protocol.identity import Identity
 from protocol.ledger import LedgerState, next_tip, open_entry
 from protocol.records import Head
 
+BOARD = StatusBoard(role="watch", peer_id="test", run="test")
 ALICE, BOB, CAROL = (Identity.from_phrase(name) for name in ("alice", "bob", "carol"))
 
 
@@ -52,6 +58,18 @@ def entries_of(who: Identity) -> list[bytes]:
     return [data for one in submissions for data in (one.data, make_verdict(one).data)]
 
 
+def open_log(path: Path) -> LedgerLog:
+    """With a segment for about every four entries."""
+    return LedgerLog(path, LedgerState(MANIFEST.id, MANIFEST.record), mends=True, segment_bytes=2000)
+
+
+def hold(path: Path, entries: list[bytes]) -> LedgerLog:
+    """What a relay has in segments: every entry that the rules allow."""
+    log = open_log(path)
+    log.append(entries)
+    return log
+
+
 @asynccontextmanager
 async def following(tmp_path: Path, *served: list[bytes]) -> AsyncIterator[tuple[FakeSwarm, LedgerFollower]]:
     """A follower of relays that serve these entries, whatever any head says."""
@@ -60,12 +78,15 @@ async def following(tmp_path: Path, *served: list[bytes]) -> AsyncIterator[tuple
         for identity, entries in zip((BOB, CAROL), served, strict=False):
             relay = Relay(identity, tmp_path / identity.peer_id.short, aio)
             relay.meet_trainer()
+            held = hold(tmp_path / f"held-{len(list(tmp_path.glob('held-*')))}", entries)
             relay.desk.ledger_entries = lambda start, limit, held=entries: held[start : start + limit]
+            relay.desk.segments, relay.desk.open_segment = held.segments, held.open_segment
             await nursery.start(serve, aio, relay)
             clients.append(relay.client(http))
         swarm = FakeSwarm(clients)
-        state = LedgerState(MANIFEST.id, MANIFEST.record)
-        follower = LedgerFollower(swarm, LedgerFile(tmp_path / "copy", state))
+        copy = open_log(tmp_path / "copy")
+        witness = ForkWitness(MANIFEST, tmp_path / "forks", board=BOARD, keep_head=tmp_path / "copy" / "head")
+        follower = LedgerFollower(swarm, copy, witness)
         await nursery.start(follower.run)
         yield swarm, follower
         nursery.cancel_scope.cancel()
@@ -93,8 +114,7 @@ async def test_copy_keeps_up_with_the_head(tmp_path: Path) -> None:
             swarm.set_head(head_over(entries, 3))
             await until_length(follower, 6)
             assert follower.state.contributors[ALICE.peer_id].accepted == 3
-    again = LedgerFile(tmp_path / "copy", LedgerState(MANIFEST.id, MANIFEST.record))
-    assert again.state.length == 6
+    assert open_log(tmp_path / "copy").state.length == 6
 
 
 async def test_false_entries_are_not_taken_and_another_relay_is_asked(tmp_path: Path) -> None:
@@ -118,3 +138,121 @@ async def test_relay_that_is_behind_is_asked_again(tmp_path: Path) -> None:
             assert follower.state.length == 0
             served += entries[2:]
             await until_length(follower, 6)
+
+
+# Far behind.
+
+
+def long_ledger(count: int = 8) -> list[bytes]:
+    submissions = [make_submission(ALICE, MANIFEST.id, step=at // 4, index=at % 4) for at in range(count)]
+    return [data for one in submissions for data in (one.data, make_verdict(one).data)]
+
+
+async def test_newcomer_fetches_whole_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pull, "FAR_BEHIND", 5)
+    asked: list[int] = []
+    ask = RelayClient.ledger_entries
+
+    async def counted(client: RelayClient, start: int) -> list[bytes]:
+        asked.append(start)
+        return await ask(client, start)
+
+    monkeypatch.setattr(RelayClient, "ledger_entries", counted)
+    entries = long_ledger(9)
+    with trio.fail_after(20):
+        async with following(tmp_path, entries) as (swarm, follower):
+            swarm.set_head(head_over(entries[:3], 2))
+            await until_length(follower, 3)
+            swarm.set_head(head_over(entries[:17], 3))
+            await until_length(follower, 17)
+    assert asked == [0, 16], "from the middle of a segment to the end of the last full one they come in segments"
+
+
+async def test_segment_that_was_tampered_with_is_a_misdeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relay sends other bytes than its own list of hashes names; another relay has the ledger."""
+    monkeypatch.setattr(pull, "FAR_BEHIND", 5)
+    entries = long_ledger()
+    with trio.fail_after(20):
+        async with following(tmp_path, entries, entries) as (swarm, follower):
+            path = tmp_path / "held-0" / "segment-00000001"
+            content = bytearray(path.read_bytes())
+            content[300] ^= 1
+            path.write_bytes(content)
+            swarm.set_head(head_over(entries, 2))
+            await until_length(follower, 16)
+
+
+# Two ledgers by one key.
+
+
+def forked(count: int) -> list[bytes]:
+    """The same first two entries as `long_ledger`, and then others."""
+    submissions = [make_submission(ALICE, MANIFEST.id, index=1, sha256=b"x" * 32)]
+    submissions += [make_submission(BOB, MANIFEST.id, step=at // 4, index=at % 4) for at in range(count)]
+    return [*long_ledger(1), *(data for one in submissions for data in (one.data, make_verdict(one).data))]
+
+
+def proofs(tmp_path: Path) -> list[Any]:
+    return [open_proof(path.read_bytes()) for path in sorted((tmp_path / "forks").glob("fork-*"))]
+
+
+async def until_proved(tmp_path: Path) -> None:
+    while not proofs(tmp_path):  # noqa: ASYNC110 - a file gives no event
+        await trio.sleep(0.01)
+
+
+@pytest.mark.parametrize("length", [4, 5, 6, 7, 8, 11])
+async def test_two_trainers_with_one_key_are_proved(tmp_path: Path, length: int, caplog: Any) -> None:
+    """A trainer is started from an old copy of its directory, and goes on: shorter, as long, or longer."""
+    true, other = long_ledger(3), forked(4)
+    with trio.fail_after(30):
+        async with following(tmp_path, true, other) as (swarm, follower):
+            swarm.set_head(head_over(true, 2))
+            await until_length(follower, 6)
+            swarm.set_head(head_over(other[:length], 3))
+            await until_proved(tmp_path)
+            assert (follower.state.length, BOB.peer_id in follower.state.contributors) == (6, False)
+            (fork,) = proofs(tmp_path)
+            lengths = [fork.shorter.record.ledger_length, fork.longer.record.ledger_length]
+            assert lengths == sorted([6, length])
+            more = long_ledger(4)
+            true += more[6:]
+            swarm.set_head(head_over(more, 4))
+            await until_length(follower, 8)  # the true one goes on
+    assert "FORK the trainer" in caplog.text
+    assert "audit --fork" in BOARD.detail("fork")
+
+
+async def test_a_restarted_follower_remembers_which_ledger_it_holds(tmp_path: Path) -> None:
+    """The trainer's rewritten ledger comes while the node is off."""
+    true, other = long_ledger(3), forked(4)
+    with trio.fail_after(30):
+        async with following(tmp_path, true) as (swarm, follower):
+            swarm.set_head(head_over(true, 2))
+            await until_length(follower, 6)
+        async with following(tmp_path, other) as (swarm, follower):
+            assert follower.state.length == 6
+            swarm.set_head(head_over(other, 3))
+            await until_proved(tmp_path)
+            assert follower.state.length == 6
+
+
+async def test_a_lying_relay_proves_nothing(tmp_path: Path) -> None:
+    true = long_ledger(4)
+    with trio.fail_after(20):
+        async with following(tmp_path, forked(4), true) as (swarm, follower):
+            swarm.set_head(head_over(true[:4], 2))
+            await until_length(follower, 4)
+            swarm.set_head(head_over(true, 3))
+            await until_length(follower, 8)
+    assert proofs(tmp_path) == []
+
+
+def test_heads_of_one_length_are_compared_without_any_ledger(tmp_path: Path) -> None:
+    """A contributor, which follows no ledger, sees heads alone."""
+    witness = ForkWitness(MANIFEST, tmp_path / "forks")
+    true, other = long_ledger(3), forked(4)
+    for sequence, entries in enumerate((true[:2], true[:4], other[:2], true[:5]), start=1):
+        assert witness.see(head_over(entries, sequence)) is None
+    assert witness.see(head_over(other[:4], 5)) is not None
+    assert len(proofs(tmp_path)) == 1

@@ -1,77 +1,263 @@
-"""The ledger on disk: what was appended is there after any crash."""
+"""The ledger on disk: what was appended is there after any crash, and damage is named."""
 
 from __future__ import annotations
 
+import errno
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from factories import make_manifest, make_submission, make_verdict
 
-from node.ledger_file import LedgerFile
+from node.ledger.log import LedgerLog
+from node.ledger.segments import read_segments
 from protocol.errors import DataDirError, LedgerError, ProtocolError
 from protocol.identity import Identity
-from protocol.ledger import LedgerState
+from protocol.ledger import LedgerState, next_tip, open_entry
+from protocol.segments import segment_hash, split_segment
 
 RUN = b"r" * 32
+SMALL = 2000
+"""A segment takes four of the entries below, or a little more."""
 
 
-def open_ledger(path: Path) -> LedgerFile:
-    return LedgerFile(path, LedgerState(RUN, make_manifest()))
+@contextmanager
+def opened(path: Path, *, mends: bool = False) -> Iterator[LedgerLog]:
+    ledger = LedgerLog(path, LedgerState(RUN, make_manifest()), mends=mends, segment_bytes=SMALL)
+    try:
+        yield ledger
+    finally:
+        ledger.close()
 
 
 @pytest.fixture
 def entries() -> list[bytes]:
-    first = make_submission(Identity.from_phrase("alice"), RUN)
-    second = make_submission(Identity.from_phrase("alice"), RUN, index=1)
-    return [first.data, make_verdict(first).data, second.data]
+    alice = Identity.from_phrase("alice")
+    submissions = [make_submission(alice, RUN, step=step, index=index) for step in range(3) for index in range(3)]
+    return [data for one in submissions for data in (one.data, make_verdict(one).data)]
 
 
-def test_reopened_ledger_has_the_same_state(tmp_path: Path, entries: list[bytes]) -> None:
-    ledger = open_ledger(tmp_path / "ledger")
-    ledger.append(entries)
-    again = open_ledger(tmp_path / "ledger")
-    assert (again.state.length, again.state.tip) == (3, ledger.state.tip)
-    assert again.entries(1, 5) == entries[1:]
+@pytest.fixture
+def filled(tmp_path: Path, entries: list[bytes]) -> Path:
+    """Four full segments and an open one of two entries."""
+    with opened(tmp_path / "ledger") as ledger:
+        ledger.append(entries)
+        assert (len(ledger.segments()), ledger.segments()[-1].end) == (4, 16)
+    return tmp_path / "ledger"
 
 
-@pytest.mark.parametrize("cut", [1, 3, 50])
-def test_torn_last_entry_is_cut_off(tmp_path: Path, entries: list[bytes], cut: int) -> None:
-    """A power cut in the middle of an append."""
-    path = tmp_path / "ledger"
-    open_ledger(path).append(entries)
-    path.write_bytes(path.read_bytes()[:-cut])
-    again = open_ledger(path)
-    assert again.state.length == 2
-    again.append(entries[2:])
-    assert open_ledger(path).state.length == 3
+def segments(path: Path) -> list[Path]:
+    return sorted(path.glob("segment-*"))
 
 
-def test_damaged_entry_is_named_and_nothing_is_dropped(tmp_path: Path, entries: list[bytes]) -> None:
-    path = tmp_path / "ledger"
-    open_ledger(path).append(entries)
-    content = bytearray(path.read_bytes())
-    content[200] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(DataDirError, match="entry 0 of the ledger"):
-        open_ledger(path)
-    assert path.read_bytes() == content
+def test_reopened_ledger_has_the_same_state(filled: Path, entries: list[bytes]) -> None:
+    with opened(filled) as again:
+        assert (again.state.length, again.entries(1, 5), again.entries(17, 9)) == (18, entries[1:6], entries[17:])
+        tip = RUN
+        for entry in entries:
+            tip = next_tip(tip, open_entry(entry).id)
+        assert again.state.tip == tip
+        assert again.ids(3, 5) == [open_entry(entry).id for entry in entries[3:5]]
+
+
+def test_segments_are_cut_alike_however_entries_come(tmp_path: Path, filled: Path, entries: list[bytes]) -> None:
+    with opened(tmp_path / "other") as other, opened(filled) as ledger:
+        for entry in entries:
+            other.append([entry])
+        assert other.segments() == ledger.segments()
+
+
+def test_segment_hash_covers_its_bytes_and_the_one_before(filled: Path, entries: list[bytes]) -> None:
+    previous, taken = RUN, []
+    with opened(filled) as ledger:
+        for info in ledger.segments():
+            with ledger.open_segment(info.sha256) as file:
+                data = file.read()
+            assert (segment_hash(previous, data), len(data)) == (info.sha256, info.size)
+            previous, taken = info.sha256, [*taken, *split_segment(data)]
+        assert ledger.open_segment(b"x" * 32) is None
+    assert taken == entries[:16]
+
+
+@pytest.mark.parametrize("torn", [1, 3, 50])
+def test_torn_last_entry_is_cut_off(filled: Path, entries: list[bytes], torn: int) -> None:
+    """A power cut in the middle of an append: the entry was never durable, and nobody was told that it was."""
+    extra = make_submission(Identity.from_phrase("bob"), RUN).data
+    with segments(filled)[-1].open("ab") as file:
+        file.write((struct.pack(">I", len(extra)) + extra)[:torn])
+    with opened(filled) as again:
+        assert again.state.length == 18
+        again.append([extra])
+    with opened(filled) as again:
+        assert again.entries(18, 9) == [extra]
+
+
+def test_entries_that_the_index_missed_are_found(filled: Path, entries: list[bytes]) -> None:
+    """A crash after the entry was synced and before the index was; and an index that is gone or garbage."""
+    for name in ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm"):
+        (filled / name).unlink(missing_ok=True)
+    with opened(filled) as again:
+        assert again.entries(0, 99) == entries
+    (filled / "index.sqlite").write_bytes(b"no database" * 100)
+    with opened(filled) as again:
+        assert again.entries(0, 99) == entries
+
+
+def damage(path: Path, what: str) -> tuple[int, int]:
+    """Damage a ledger; the entry that is named, and how many a mirror keeps."""
+    files = segments(path)
+    match what:
+        case "a byte":
+            content = bytearray(files[2].read_bytes())
+            content[700] ^= 1
+            files[2].write_bytes(content)
+            return 9, 9
+        case "a length":
+            content = bytearray(files[2].read_bytes())
+            content[0] = 0xFF
+            files[2].write_bytes(content)
+            return 8, 8
+        case "truncated in the middle":
+            files[1].write_bytes(files[1].read_bytes()[:-5])
+            return 7, 4
+        case "truncated at the end":
+            files[4].write_bytes(files[4].read_bytes()[:-5])
+            return 17, 17
+        case "missing in the middle":
+            files[3].unlink()
+            return 12, 12
+        case _:
+            files[4].unlink()
+            return 16, 16
+
+
+DAMAGES = [
+    "a byte", "a length", "truncated in the middle", "truncated at the end", "missing in the middle",
+    "missing at the end",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_damage_is_named_and_nothing_is_changed(filled: Path, what: str) -> None:
+    """A trainer's disk: entries that were durable are gone, or are others."""
+    place, _ = damage(filled, what)
+    named = rf"segment-0000000\d is damaged at entry {place}: "
+    before = {path.name: path.read_bytes() for path in segments(filled)}
+    for _ in range(2):
+        with pytest.raises(DataDirError, match=named) as caught, opened(filled):
+            pass
+        assert "one back-up" in caught.value.hint
+        assert {path.name: path.read_bytes() for path in segments(filled)} == before
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_mirror_goes_on_from_its_last_consistent_state(filled: Path, entries: list[bytes], what: str) -> None:
+    _, place = damage(filled, what)
+    with opened(filled, mends=True) as mended:
+        assert mended.state.length == place
+        assert mended.entries(0, 99) == entries[:place]
+        mended.append(entries[place:])
+        assert (mended.entries(0, 99), len(mended.segments())) == (entries, 4)
+    assert what == "missing at the end" or list(filled.glob("damaged-*")), "what was damaged is kept"
+    with opened(filled) as again:
+        assert again.state.length == 18
 
 
 def test_entries_before_a_refused_one_stay(tmp_path: Path, entries: list[bytes]) -> None:
-    ledger = open_ledger(tmp_path / "ledger")
-    with pytest.raises(LedgerError):
+    with opened(tmp_path / "ledger") as ledger, pytest.raises(LedgerError):
         ledger.append([entries[0], entries[0]])
-    assert open_ledger(tmp_path / "ledger").entries(0, 9) == entries[:1]
+    with opened(tmp_path / "ledger") as again:
+        assert again.entries(0, 9) == entries[:1]
+
+
+def test_a_full_disk_leaves_no_gap(tmp_path: Path, entries: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path / "ledger") as ledger:
+        ledger.append(entries[:2])
+
+        def full(*_: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "pwrite", full)
+            for _ in range(2):
+                with pytest.raises(DataDirError, match="No space left"):
+                    ledger.append(entries[ledger.state.length : 4])
+            assert ledger.entries(0, 9) == entries[:2]
+        ledger.append(entries[ledger.state.length : 5])
+        assert ledger.entries(0, 9) == entries[:5]
+    with opened(tmp_path / "ledger") as again:
+        assert again.state.length == 5
 
 
 def test_mirror_takes_only_what_leads_to_the_signed_tip(tmp_path: Path, entries: list[bytes]) -> None:
     """A relay that rewrites history: its entries do not reach the tip in the trainer's head."""
-    trainer, mirror = open_ledger(tmp_path / "trainer"), open_ledger(tmp_path / "mirror")
-    trainer.append(entries)
-    with pytest.raises(ProtocolError, match="tip"):
-        mirror.extend(entries[:2], length=3, tip=trainer.state.tip)
-    with pytest.raises(ProtocolError, match="tip"):
-        mirror.extend([entries[0], entries[2], entries[1]], length=3, tip=trainer.state.tip)
-    assert mirror.state.length == 0
-    mirror.extend(entries, length=3, tip=trainer.state.tip)
-    assert mirror.state.tip == trainer.state.tip
+    with opened(tmp_path / "trainer") as trainer, opened(tmp_path / "mirror") as mirror:
+        trainer.append(entries[:3])
+        with pytest.raises(ProtocolError, match="tip"):
+            mirror.extend(entries[:2], length=3, tip=trainer.state.tip)
+        with pytest.raises(ProtocolError, match="tip"):
+            mirror.extend([entries[0], entries[2], entries[1]], length=3, tip=trainer.state.tip)
+        assert mirror.state.length == 0
+        mirror.extend(entries[:3], length=3, tip=trainer.state.tip)
+        assert mirror.state.tip == trainer.state.tip
+
+
+def test_index_knows_whom_entries_are_about(filled: Path, entries: list[bytes]) -> None:
+    alice = Identity.from_phrase("alice").peer_id
+    with opened(filled) as ledger:
+        assert ledger.index.about(alice, kind="verdict", limit=2) == [17, 15]
+        assert ledger.index.of_submission(open_entry(entries[4]).id) == [4, 5]
+
+
+def single_file(path: Path, entries: list[bytes], tail: bytes = b"") -> None:
+    """As earlier versions kept the ledger."""
+    path.write_bytes(b"".join(struct.pack(">I", len(entry)) + entry for entry in entries) + tail)
+
+
+@pytest.mark.parametrize("tail", [b"", b"\0\0\0"])
+def test_single_file_of_an_earlier_version_becomes_segments(
+    tmp_path: Path, filled: Path, entries: list[bytes], tail: bytes
+) -> None:
+    path = tmp_path / "old"
+    single_file(path, entries, tail)
+    assert [one.entries for one in read_segments(path, segment_bytes=SMALL)] == [
+        one.entries for one in read_segments(filled, segment_bytes=SMALL)
+    ], "and can be read as it is"
+    with opened(path) as ledger, opened(filled) as other:
+        assert (ledger.entries(0, 99), ledger.segments()) == (entries, other.segments())
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["ledger", "old"]
+
+
+@pytest.mark.parametrize("crash_at", [1, 2])
+def test_crash_while_the_single_file_becomes_segments(
+    tmp_path: Path, entries: list[bytes], crash_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut before the first, or between the two renames."""
+    path, renames = tmp_path / "old", 0
+    single_file(path, entries)
+    rename = Path.rename
+
+    def crash(self: Path, target: Path) -> Path:
+        nonlocal renames
+        renames += 1
+        if renames == crash_at:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", crash)
+        with pytest.raises(KeyboardInterrupt), opened(path):
+            pass
+    with opened(path) as ledger:
+        assert ledger.entries(0, 99) == entries
+    assert [one.name for one in tmp_path.iterdir()] == ["old"]
+
+
+def test_damaged_single_file_stays_as_it_is(tmp_path: Path, entries: list[bytes]) -> None:
+    path = tmp_path / "old"
+    single_file(path, [entries[0], b"garbage", *entries[1:]])
+    with pytest.raises(DataDirError, match="damaged at entry 1"), opened(path):
+        pass

@@ -1,6 +1,7 @@
 """Log lines: one each, bounded, with short peer ids."""
 
 import io
+import json
 import logging
 
 import pytest
@@ -72,3 +73,41 @@ def test_a_full_disk_does_not_raise(tmp_path, monkeypatch, caplog):
     log.write(b"x" * 100)
     log.close()
     assert caplog.text.count("cannot be written") == 1
+
+
+@pytest.fixture
+def json_lines():
+    stream = io.StringIO()
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    set_up_logging("info", stream=stream, log_format="json")
+    yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
+    root.handlers[:] = before
+    root.setLevel(level)
+    logging.captureWarnings(False)
+
+
+def test_a_json_line_is_one_object(json_lines):
+    alice = Identity.from_phrase("alice").peer_id
+    logging.getLogger("node.x").warning('relay=%s name="%s"', alice, "a\n{forged}\x1b[2J")
+    try:
+        raise ValueError("boom")
+    except ValueError:
+        logging.getLogger("node.y").exception("failed")
+    first, second = json_lines()
+    assert first.pop("time").endswith("Z")
+    assert first == {
+        "level": "warning",
+        "logger": "node.x",
+        "message": f'relay={alice.short} name="a\n{{forged}}\x1b[2J"',
+    }
+    assert (second["message"], second["error"]) == ("failed", "ValueError('boom')")
+
+
+@pytest.mark.parametrize("char", ["y", "\x00", "é", "😀"])
+def test_json_lines_are_cut_and_stay_whole_objects(json_lines, char):
+    """Attack: characters that become six when they are escaped."""
+    logging.getLogger("node.x").info(char * 100_000)
+    (line,) = json_lines()
+    assert line["message"].endswith("…")
+    assert len(json.dumps(line)) <= MAX_LINE_CHARS

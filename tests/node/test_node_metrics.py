@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.metrics import Family, Sample, render, status_metrics
+from node.exposition import Family, Sample, render
+from node.metrics import CATALOGUE, EVERY, names_of, status_metrics
 from node.status import StatusBoard
 
 LINE = re.compile(
@@ -96,7 +97,7 @@ def test_a_trainers_page():
     values, types = read(status_metrics(board.snapshot()))
     assert values["intellect_trainer_reward", ()] == 0.25
     assert values["intellect_trainer_kl", ()] == 0.0
-    assert values["intellect_rejected_total", ()] == 3
+    assert values["intellect_rejected_total", (("check", "toploc"),)] == 2
     assert values["intellect_evaluation_pass_low", (("k", "4"),)] == 0.8
     assert types["intellect_trainer_steps_total"] == "counter"
     assert not any("unheard_of" in name for name, _ in values)
@@ -106,3 +107,43 @@ def test_a_trainers_page():
 def test_every_roles_page_is_well_formed_before_anything_happened(role):
     values, _ = read(status_metrics(StatusBoard(role=role, peer_id="p", run="r").snapshot()))
     assert values["intellect_accepted_total", ()] == 0
+
+
+def test_the_table_is_sound():
+    names = [metric.name for metric in CATALOGUE]
+    assert len(set(names)) == len(names)
+    for metric in CATALOGUE:
+        assert metric.help.strip().endswith(tuple("abcdefghijklmnopqrstuvwxyz0)")), f"{metric.name}: no full stop"
+        assert set(metric.roles) <= set(EVERY)
+        assert (metric.kind == "counter") == metric.name.endswith("_total")
+    assert "intellect_stored_file_bytes" in names_of("relay")
+    assert "intellect_stored_file_bytes" not in names_of("inference")
+
+
+def test_a_page_has_the_labels_that_the_table_says():
+    board = StatusBoard(role="trainer", peer_id="peer", run="run")
+    board.details(contributors=[{"standing": "active"}, {"standing": "active"}, {"standing": "evicted"}])
+    values, _ = read(status_metrics(board.snapshot()))
+    labels = {metric.name: set(metric.labels) for metric in CATALOGUE}
+    assert all({label for label, _ in pairs} == labels[name] for name, pairs in values)
+    assert values["intellect_trainer_contributors", (("standing", "active"),)] == 2
+    assert sum(value for (name, _), value in values.items() if name == "intellect_state") == 1
+
+
+def test_reasons_that_nobody_knows_are_one_series():
+    """Attack: a relay refuses with a new code each time, so that whoever scrapes must keep a series for each."""
+    board = StatusBoard(role="inference", peer_id="peer", run="run")
+    board.update(rejected={f"code-{number}": 1 for number in range(500)} | {"toploc": 2, "stale-step": 3})
+    values, _ = read(status_metrics(board.snapshot()))
+    found = {
+        dict(pairs)["check"]: value for (name, pairs), value in values.items() if name == "intellect_rejected_total"
+    }
+    assert found == {"other": 500, "toploc": 2, "stale-step": 3}
+
+
+def test_details_that_are_not_what_they_should_be_cost_their_metric_alone():
+    board = StatusBoard(role="relay", peer_id="peer", run="run")
+    board.details(file_bytes="many", checkpoints=7, discovery=[1], dht_peers=3)
+    values, _ = read(status_metrics(board.snapshot()))
+    assert values["intellect_dht_peers", ()] == 3
+    assert ("intellect_stored_file_bytes", ()) not in values

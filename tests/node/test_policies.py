@@ -6,6 +6,7 @@ from factories import OPERATOR
 from node import policies as policies_module
 from node.policies import Policies
 from node.status import StatusBoard
+from p2p.limits import DAY_S, DownloadBudget
 from p2p.shardcast.patch_client import Savings
 from p2p.shardcast.store import CheckpointStore
 from protocol.errors import DataDirError
@@ -33,7 +34,7 @@ class Client:
             raise DataDirError("the disk is full")
         return await publish(self.store, self.source, step=1)
 
-    async def follow(self, on_installed):
+    async def follow(self, on_installed, *, until_allowed):
         await trio.sleep_forever()
 
 
@@ -88,3 +89,22 @@ async def test_a_node_that_starts_again_goes_on_with_the_newest_policy_that_is_s
             await nursery.start(policies.run)
             assert policies.newest(0) == (1, first.id, store.local_dir(first.id))
             nursery.cancel_scope.cancel()
+
+
+async def test_a_day_whose_bytes_are_spent_is_waited_out_and_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(policies_module, "BUDGET_RETRY_S", 0.01)
+    day = [DAY_S * 5.5]
+    budget = DownloadBudget(bytes_per_day=10, day_clock=lambda: day[0])
+    budget.take(11)
+    store = CheckpointStore(tmp_path / "node")
+    board = StatusBoard(role="inference", peer_id=OPERATOR.peer_id, run="x/y")
+    client = Client(store, tmp_path / "policy")
+    client.asked.append(b"")  # its disk is not full
+    policies = Policies(store, client, None, board, budget=budget)
+    with trio.fail_after(10):
+        assert await policies.fetch(b"c" * 32, deadline_s=0.05) is None
+        assert client.asked == [b""]
+        assert board.snapshot()["activity"] == "midnight UTC: the 10 bytes that may be downloaded today have come"
+        day[0] += DAY_S
+        await policies.fetch(b"c" * 32, deadline_s=0.05)
+    assert client.asked[1] == b"c" * 32

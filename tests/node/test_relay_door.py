@@ -29,6 +29,7 @@ from relay_world import (
     write_file,
 )
 
+from node.clock import now_ms
 from node.relay.door import DoorLimits, address_key, is_bulk
 from node.relay.service import MAX_UPLOADS_EACH, RECORD_HEADER
 from node.relay_client import RelayClient
@@ -227,6 +228,36 @@ async def test_trainer_and_validators_are_not_held_back(border: Border, tmp_path
         with trio.fail_after(20):
             for who in (OPERATOR, VALIDATOR):
                 await repeat(guarded.client(who).head, 10)
+
+
+async def test_a_relay_of_the_run_has_rates_of_its_own(border: Border, tmp_path: Path) -> None:
+    """Bob's relay pulls more than a contributor may, until its advert ends; and no more than a relay may."""
+    limits = {"requests_per_s": 0.05, "bytes_per_s": 1, "relay_requests_per_s": 2, "relay_bytes_per_s": 1000}
+    async with Guarded(border, tmp_path, **limits) as guarded:
+        door, submission = guarded.relay.service.door, submission_of(ALICE, CONTENT)
+        await guarded.submit()
+        door.know_relays({BOB.peer_id: now_ms() + 60_000})
+        with trio.fail_after(20):
+            await repeat(guarded.client(BOB).head, 5)
+            await guarded.client(BOB).file(submission, tmp_path / "one")
+        error = await refused(lambda: guarded.client(BOB).file(submission, tmp_path / "two"), "too-many-requests")
+        assert 20 < error.retry_after_s < 40  # a relay's debt, in seconds of a relay's rate
+        await refused(lambda: repeat(guarded.client(MALLORY).head, 5), "too-many-requests")
+        door.know_relays({BOB.peer_id: now_ms() - 1})
+        await refused(lambda: repeat(guarded.client(BOB).head, 5), "too-many-requests")
+
+
+async def test_an_address_does_not_get_more_by_saying_to_be_a_relay(border: Border, tmp_path: Path) -> None:
+    """One computer publishes an advert for each of many identities, and asks with all of them."""
+    async with Guarded(border, tmp_path, requests_per_s=1, address_requests_per_s=1) as guarded:
+        sybils = [Identity.from_phrase(f"sybil {number}") for number in range(8)]
+        guarded.relay.service.door.know_relays({each.peer_id: now_ms() + 60_000 for each in sybils})
+
+        async def ask() -> None:
+            for each in sybils:
+                await guarded.client(each).head()
+
+        await refused(ask, "too-many-requests")
 
 
 async def test_bytes_are_paid_off_before_more_are_sent(border: Border, tmp_path: Path) -> None:

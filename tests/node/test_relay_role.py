@@ -17,6 +17,7 @@ from relay_world import (
     contact,
     contacts,
     loopback,
+    make_advert,
     make_head,
     make_notice,
     serving_routes,
@@ -24,6 +25,7 @@ from relay_world import (
 )
 
 from node.relay.desk import RelayDesk
+from node.relay.door import DoorLimits
 from node.relay.role import RelayParts, RelayRole, public_url
 from node.relay.store import RelayStore
 from node.relay_client import RelayClient
@@ -34,7 +36,7 @@ from p2p.shardcast.origin import OriginDoor, origin_routes
 from p2p.shardcast.patches import PatchStore
 from p2p.shardcast.store import CheckpointStore
 from protocol.envelope import Signed, open_envelope
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, RefusedError
 from protocol.identity import Identity
 from protocol.ledger import next_tip, open_entry
 from protocol.records import CheckpointManifest, Head, Manifest, RelayAdvert
@@ -58,6 +60,8 @@ class FakeDiscovery:
     def __init__(self, manifest: Signed[Manifest] | None = None) -> None:
         self.manifest = manifest
         self.advert: Signed[RelayAdvert] | None = None
+        self.adverts: list[Signed[RelayAdvert]] = []
+        self.lookups = 0
         self.multiaddrs = ["/ip4/127.0.0.1/tcp/1/p2p/x"]
         self.dht_peers = 0
 
@@ -67,7 +71,8 @@ class FakeDiscovery:
 
     async def find_relays(self) -> list[Signed[RelayAdvert]]:
         await trio.lowlevel.checkpoint()
-        return []
+        self.lookups += 1
+        return self.adverts
 
     async def find_run(self, address: RunAddress) -> Signed[Manifest] | None:
         await trio.lowlevel.checkpoint()
@@ -122,8 +127,8 @@ def close(parts: RelayParts) -> None:
     parts.store.close()
 
 
-def client_of(border: Border, url: str) -> RelayClient:
-    client = RelayClient(border[1], url, peer_id=CAROL.peer_id, run=RUN, contact=contact(url))
+def client_of(border: Border, url: str, *, by: Identity = ALICE) -> RelayClient:
+    client = RelayClient(border[1], url, peer_id=CAROL.peer_id, run=RUN, contact=contact(url, by=by))
     client.trust(MANIFEST)
     return client
 
@@ -205,6 +210,40 @@ async def test_manifest_comes_from_the_dht_before_the_trainer_comes(border: Bord
             assert parts.board.snapshot()["activity"] == "the run's trainer to find this relay"
             nursery.cancel_scope.cancel()
     close(parts)
+
+
+async def test_relays_that_the_dht_knows_get_relays_rates_and_no_others(border: Border, tmp_path: Path) -> None:
+    """Mallory's advert is of another run, Dave's has ended, and this relay's own makes it no other relay."""
+    bob, mallory, dave = (Identity.from_phrase(name) for name in ("bob", "mallory", "dave"))
+    discovery = FakeDiscovery(MANIFEST)
+    discovery.adverts = [
+        make_advert(bob, "https://127.0.0.1:9"),
+        make_advert(mallory, "https://127.0.0.1:9", run=bytes(32)),
+        make_advert(dave, "https://127.0.0.1:9", valid_until_ms=1),
+        make_advert(CAROL, "https://127.0.0.1:9"),
+    ]
+    limits = DoorLimits(requests_per_s=0.05, relay_requests_per_s=100)
+    parts = make_parts(border, tmp_path / "relay", discovery, limits=limits)
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            url = await nursery.start(RelayRole(parts).run)
+            await until(lambda: parts.desk.manifest and discovery.lookups)
+            for who, gets_in in ((bob, True), (mallory, False), (dave, False), (CAROL, False)):
+                client = client_of(border, url, by=who)
+                got = [await answered(client) for _ in range(5)]
+                assert all(got) == gets_in
+            nursery.cancel_scope.cancel()
+    close(parts)
+
+
+async def answered(client: RelayClient) -> bool:
+    try:
+        await client.manifest()
+    except RefusedError as error:
+        if error.code != "too-many-requests":
+            raise
+        return False
+    return True
 
 
 @pytest.mark.parametrize(

@@ -115,8 +115,12 @@ async def test_the_page_answers_this_computer_alone(board, tmp_path):
             status, body = await trio.to_thread.run_sync(fetch, url)
             assert status == 200
             assert json.loads(body)["role"] == "inference"
-            status, _ = await trio.to_thread.run_sync(fetch, url, "evil.example:80")
-            assert status == 403
+            status, body = await trio.to_thread.run_sync(fetch, url.replace("/status", "/metrics"))
+            assert status == 200
+            assert b"# TYPE intellect_accepted_total counter\nintellect_accepted_total 0\n" in body
+            for page in (url, url.replace("/status", "/metrics")):
+                status, _ = await trio.to_thread.run_sync(fetch, page, "evil.example:80")
+                assert status == 403
             board.state("finished", "the run is finished")
             nursery.cancel_scope.cancel()
     assert not (tmp_path / URL_FILE).exists()

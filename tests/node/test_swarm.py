@@ -31,7 +31,7 @@ from p2p.bridge import AioThread
 from p2p.http import HttpClient, msgpack_response
 from p2p.tokens import TokenMint
 from protocol.envelope import Signed, open_envelope
-from protocol.errors import BootstrapError, ChecksumError, RelayError
+from protocol.errors import BootstrapError, ChecksumError, RelayError, VersionError
 from protocol.identity import Identity
 from protocol.ledger import next_tip, open_entry
 from protocol.records import Head, Hello, Manifest, RelayAdvert
@@ -182,6 +182,22 @@ async def test_lying_relay_is_counted_and_shunned_and_the_honest_one_followed(bo
                     swarm.bad_download(CAROL.peer_id, "shard 3")
                 assert [client.peer_id for client in swarm.clients] == [BOB.peer_id]
                 assert [source[:2] for source in swarm.sources()] == [(BOB.peer_id, honest.url)]
+
+
+async def test_a_run_of_another_protocol_version_ends_the_node_when_its_operator_says_so(border: Border) -> None:
+    """Attack: anyone says that a newer program is needed. The run's operator alone is believed."""
+    dht = FakeDht()
+    errors = [VersionError("speaks 2", author=CAROL.peer_id), VersionError("speaks 2", author=OPERATOR.peer_id)]
+
+    async def find_manifest() -> Signed[Manifest] | None:
+        raise errors.pop(0)
+
+    dht.find_manifest = find_manifest  # type: ignore[method-assign]
+    swarm = make_swarm(border, dht)
+    with trio.fail_after(20), pytest.RaisesGroup(VersionError, flatten_subgroups=True) as caught:
+        await swarm.run()
+    assert errors == []
+    assert caught.value.exceptions
 
 
 async def test_forged_manifest_is_not_believed(border: Border, tmp_path: Path) -> None:

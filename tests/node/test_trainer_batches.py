@@ -12,7 +12,7 @@ import trio.testing
 from factories import OPERATOR, make_manifest, make_submission, make_verdict, sealed
 from test_trainer_role import FakeCollector, FakeStore, FakeSwarm
 
-from node.ledger_file import LedgerFile
+from node.ledger.log import LedgerLog
 from node.status import StatusBoard
 from node.trainer.monitor import Monitor
 from node.trainer.role import TrainerParts, TrainerRole
@@ -74,7 +74,7 @@ class World:
         rollout = msgspec.structs.replace(make_manifest().rollout, max_submissions_per_step=16)
         self.run: Signed[Manifest] = sealed(make_manifest(batch=spec, rollout=rollout), OPERATOR)
         self.compute, self.reader, self.collector = Compute(), Reader(), Collector(directory)
-        self.ledger = LedgerFile(directory / "ledger", LedgerState(self.run.id, self.run.record))
+        self.ledger = LedgerLog(directory / "ledger", LedgerState(self.run.id, self.run.record))
         self.board = StatusBoard(role="trainer", peer_id=OPERATOR.peer_id, run="test")
         parts: Any = {
             "identity": OPERATOR,
@@ -188,6 +188,6 @@ async def test_without_a_filter_a_short_batch_is_trained_at_the_deadline(tmp_pat
     assert (entry.ended, entry.silent) == ("deadline", b"")
     assert len(world.compute.trained[0]["rollouts"]) == 4
     replayed = LedgerState(world.run.id, world.run.record)
-    for data in LedgerFile(tmp_path / "ledger", LedgerState(world.run.id, world.run.record)).entries(0, 100):
+    for data in LedgerLog(tmp_path / "ledger", LedgerState(world.run.id, world.run.record)).entries(0, 100):
         replayed.apply(data)
     assert msgspec.structs.asdict(replayed.committed[0]) == msgspec.structs.asdict(entry)

@@ -9,7 +9,7 @@ import pytest
 import trio
 from factories import OPERATOR, make_manifest, make_submission, make_verdict, sealed
 
-from node.ledger_file import LedgerFile
+from node.ledger.log import LedgerLog
 from node.status import StatusBoard
 from node.trainer.monitor import Monitor
 from node.trainer.role import TrainerParts, TrainerRole
@@ -100,14 +100,14 @@ class FakeSwarm:
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> LedgerFile:
-    ledger = LedgerFile(tmp_path / "ledger", LedgerState(MANIFEST.id, MANIFEST.record))
+def ledger(tmp_path: Path) -> LedgerLog:
+    ledger = LedgerLog(tmp_path / "ledger", LedgerState(MANIFEST.id, MANIFEST.record))
     submission = make_submission(Identity.from_phrase("alice"), MANIFEST.id)
     ledger.append([submission.data, make_verdict(submission).data])
     return ledger
 
 
-def trainer(ledger: LedgerFile, directory: Path, *, step: int, relay: FakeRelay | None = None) -> TrainerRole:
+def trainer(ledger: LedgerLog, directory: Path, *, step: int, relay: FakeRelay | None = None) -> TrainerRole:
     board = StatusBoard(role="trainer", peer_id=OPERATOR.peer_id, run="test")
     parts: Any = {
         "identity": OPERATOR,
@@ -128,7 +128,7 @@ def trainer(ledger: LedgerFile, directory: Path, *, step: int, relay: FakeRelay 
 
 @pytest.mark.parametrize("step", [2, 7])
 async def test_training_state_of_another_time_than_the_ledger_is_refused(
-    ledger: LedgerFile, tmp_path: Path, step: int
+    ledger: LedgerLog, tmp_path: Path, step: int
 ) -> None:
     """The ledger was lost or put back alone: training on would sign a second history."""
     with (
@@ -138,7 +138,7 @@ async def test_training_state_of_another_time_than_the_ledger_is_refused(
         await trainer(ledger, tmp_path, step=step).run()
 
 
-async def test_old_copy_of_the_data_directory_is_refused(ledger: LedgerFile, tmp_path: Path) -> None:
+async def test_old_copy_of_the_data_directory_is_refused(ledger: LedgerLog, tmp_path: Path) -> None:
     """A back-up was put back while a relay holds a newer head of the same trainer: a fork of the ledger."""
     relay = FakeRelay(ledger_length=9, ledger_tip=b"n" * 32)
     with trio.fail_after(5), pytest.raises(ExceptionGroup) as caught:
@@ -151,13 +151,13 @@ async def test_old_copy_of_the_data_directory_is_refused(ledger: LedgerFile, tmp
     assert not relay.introduced.is_set()
 
 
-async def test_rewritten_ledger_is_refused(ledger: LedgerFile, tmp_path: Path) -> None:
+async def test_rewritten_ledger_is_refused(ledger: LedgerLog, tmp_path: Path) -> None:
     relay = FakeRelay(ledger_length=1, ledger_tip=b"x" * 32)
     with trio.fail_after(5), pytest.raises(ExceptionGroup):
         await trainer(ledger, tmp_path, step=0, relay=relay).run()
 
 
-async def test_relay_with_an_earlier_head_is_no_hindrance(ledger: LedgerFile, tmp_path: Path) -> None:
+async def test_relay_with_an_earlier_head_is_no_hindrance(ledger: LedgerLog, tmp_path: Path) -> None:
     tip = ledger.state.tip_at(1)
     assert tip is not None
     relay = FakeRelay(ledger_length=1, ledger_tip=tip)

@@ -1,4 +1,4 @@
-"""Webhooks against a real HTTP server on loopback: signed, repeated, given up, never in the way, and discreet."""
+"""Webhooks against a real HTTP server on loopback: signed, repeated, given up, never in the way, without secrets."""
 
 import hashlib
 import hmac

@@ -30,8 +30,8 @@ from relay_world import (
 
 from node.compute.reader import RolloutReader
 from node.feeds import Feeds
-from node.ledger_file import LedgerFile
-from node.ledger_follow import LedgerFollower
+from node.ledger.follow import LedgerFollower
+from node.ledger.log import LedgerLog
 from node.policies import Policies
 from node.relay_client import RelayClient
 from node.status import StatusBoard
@@ -95,7 +95,7 @@ class Trainer:
     """Signs heads for every relay and writes the ledger that they name."""
 
     checkpoint: bytes
-    ledger: LedgerFile
+    ledger: LedgerLog
     relays: list[Relay]
     sequence: int = 0
     heads: list[Signed[Head]] = field(default_factory=list)
@@ -178,7 +178,7 @@ async def world(tmp_path: Path, *relay_names: str, reader: Literal["real", "fake
         relays = [Relay(Identity.from_phrase(name), tmp_path / name, aio) for name in relay_names or ("carol",)]
         made = World(tmp_path, aio, http, relays)
         made.checkpoint = await publish(made.store, tmp_path / "policy")
-        ledger = LedgerFile(tmp_path / "ledger", LedgerState(MANIFEST.id, MANIFEST.record))
+        ledger = LedgerLog(tmp_path / "ledger", LedgerState(MANIFEST.id, MANIFEST.record))
         made.trainer = Trainer(made.checkpoint, ledger, relays, sequence=1)
         first = make_head(1, previous_sequence=0, checkpoint=made.checkpoint)
         for relay in relays:
@@ -214,7 +214,7 @@ async def _start_validator(made: World, nursery: trio.Nursery, reader: RolloutRe
     await nursery.start(swarm.run)
     client = CheckpointClient(made.http, made.store, CheckpointRules.of_run(MANIFEST), swarm.sources)
     feeds = Feeds(lambda: swarm.clients, kinds=[Submission.KIND], cursors_path=None)
-    copy = LedgerFile(made.tmp_path / "copy", LedgerState(MANIFEST.id, MANIFEST.record))
+    copy = LedgerLog(made.tmp_path / "copy", LedgerState(MANIFEST.id, MANIFEST.record))
     ledger = LedgerFollower(swarm, copy)
     for service in (feeds.run, ledger.run):
         await nursery.start(service)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import trio
-from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Middleware
+from shardcast_world import RUN_ID, TRAINER, Loopback
 
 from p2p.bridge import AioThread
-from p2p.http import HttpClient, HttpServer
+from p2p.http import HttpClient
 from p2p.shardcast.client import CheckpointClient
 from p2p.shardcast.origin import checkpoint_routes
 from p2p.shardcast.partial import PartialCheckpoint
@@ -29,8 +28,6 @@ from protocol.errors import RefusedError
 from protocol.identity import Identity, PeerId
 from protocol.records import CheckpointManifest
 
-TRAINER = Identity.from_phrase("trainer")
-RUN_ID = b"r" * 32
 SHARD_BYTES = 16384
 VALUES = 40_000
 """bf16 values of the model's large tensor; with the small ones they make six shards, two of them in a second file."""
@@ -115,11 +112,6 @@ async def hold(trainer: Trainer, node: CheckpointStore, *steps: int) -> None:
         await node.install(manifest.id)
 
 
-def contents(directory: Path | None) -> dict[str, bytes]:
-    assert directory is not None
-    return {path.name: path.read_bytes() for path in directory.iterdir() if not path.name.startswith(".")}
-
-
 class Oracle:
     """A relay without a network: answers from a PatchStore, changed on the way by `tamper`."""
 
@@ -163,17 +155,12 @@ def refuse(code: str) -> Callable[[str, bytes], bytes]:
     return tamper
 
 
-class Network:
+class Network(Loopback):
     """Relays on loopback with the trainer's store or their own, and a client that downloads from all of them."""
 
     def __init__(self, trainer: Trainer, aio: AioThread, http: HttpClient, nursery: trio.Nursery) -> None:
+        super().__init__(aio, http, nursery)
         self.trainer = trainer
-        self.http = http
-        self.sources: list[Source] = []
-        self.misdeeds: list[PeerId] = []
-        self.bytes: Counter[PeerId] = Counter()
-        self._aio = aio
-        self._nursery = nursery
 
     async def relay(
         self,
@@ -186,21 +173,14 @@ class Network:
         routes = checkpoint_routes(store or self.trainer.store)
         if has_patches:
             routes += patch_routes(patches or self.trainer.patches)
-        server = HttpServer(self._aio, routes, host="127.0.0.1", port=0, middlewares=middlewares)
-        address = await self._nursery.start(server.run)
+        address = await self.serve(routes, *middlewares)
         peer = Identity.from_phrase(name).peer_id
-        self.sources.append(Source(peer, address.url))
+        self.relays.append(Source(peer, address.url))
         return peer
 
     def client(self, node: CheckpointStore, **more: Any) -> CheckpointClient:
         rules = CheckpointRules(RUN_ID, TRAINER.peer_id, SHARD_BYTES, total_steps=100, max_bytes=1 << 20)
-        settings: dict[str, Any] = {
-            "progress_timeout_s": 0.3,
-            "patience_s": 5.0,
-            "on_misdeed": lambda peer, _: self.misdeeds.append(peer),
-            "on_bytes": lambda peer, received: self.bytes.update({peer: received}),
-        }
-        return CheckpointClient(self.http, node, rules, lambda: self.sources, **settings | more)
+        return self.client_of(node, rules, **more)
 
 
 @asynccontextmanager
@@ -208,14 +188,3 @@ async def network_of(trainer: Trainer) -> AsyncIterator[Network]:
     async with AioThread() as aio, HttpClient(aio) as http, trio.open_nursery() as nursery:
         yield Network(trainer, aio, http, nursery)
         nursery.cancel_scope.cancel()
-
-
-def on_patches(act: Callable[[web.Request], Awaitable[web.StreamResponse | None]]) -> Middleware:
-    """A relay's misconduct: `act` answers a request for a patch, or gives None to let it pass."""
-
-    @web.middleware
-    async def misconduct(request: web.Request, handler: Handler) -> web.StreamResponse:
-        answer = await act(request) if "base" in request.match_info else None
-        return answer if answer is not None else await handler(request)
-
-    return misconduct

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import trio
 from aiohttp import web
-from aiohttp.typedefs import Middleware
+from aiohttp.typedefs import Handler, Middleware
 
 from p2p.bridge import AioThread
-from p2p.http import BoundAddress, HttpClient, HttpServer
+from p2p.http import BoundAddress, HttpClient, HttpServer, msgpack_response
 from p2p.shardcast.client import CheckpointClient
 from p2p.shardcast.origin import checkpoint_routes
 from p2p.shardcast.sources import Source
@@ -64,25 +65,21 @@ async def publish(
     return await store.publish(source, identity=identity, run_id=run_id, step=step, shard_bytes=SHARD_BYTES)
 
 
-def contents(directory: Path) -> dict[str, bytes]:
+def contents(directory: Path | None) -> dict[str, bytes]:
+    assert directory is not None
     return {path.name: path.read_bytes() for path in directory.iterdir() if not path.name.startswith(".")}
 
 
-class World:
-    """One HTTP thread, one client pool, servers that end with the block, and a published checkpoint."""
+class Loopback:
+    """One HTTP thread, one client pool, servers that end with the block, and what clients tell of their relays."""
 
-    def __init__(self, tmp_path: Path, aio: AioThread, http: HttpClient, nursery: trio.Nursery) -> None:
-        self.tmp_path = tmp_path
+    def __init__(self, aio: AioThread, http: HttpClient, nursery: trio.Nursery) -> None:
         self.aio = aio
         self.http = http
         self.nursery = nursery
-        self.policy = make_policy(tmp_path / "policy")
-        self.trainer = CheckpointStore(tmp_path / "trainer")
-        self.node = CheckpointStore(tmp_path / "node")
         self.relays: list[Source] = []
-        self.bytes: dict[PeerId, int] = {}
+        self.bytes: Counter[PeerId] = Counter()
         self.misdeeds: list[tuple[PeerId, str]] = []
-        self.progress: list[tuple[int, int]] = []
         self._token = trio.lowlevel.current_trio_token()
         self._news = trio.Event()
 
@@ -93,20 +90,13 @@ class World:
         address: BoundAddress = await self.nursery.start(server.run)
         return address
 
-    async def relay(self, peer: PeerId, *middlewares: Middleware, store: CheckpointStore | None = None) -> None:
-        address = await self.serve(checkpoint_routes(store or self.trainer), *middlewares)
-        self.relays.append(Source(peer, address.url))
-
-    def client(self, **more: Any) -> CheckpointClient:
+    def client_of(self, store: CheckpointStore, rules: CheckpointRules, **more: Any) -> CheckpointClient:
         settings: dict[str, Any] = {
             "progress_timeout_s": QUICK_S,
             "patience_s": 5.0,
             "on_bytes": self._count,
             "on_misdeed": self._note_misdeed,
-            "on_progress": self._note_progress,
         }
-        rules = more.pop("rules", RULES)
-        store = more.pop("store", self.node)
         return CheckpointClient(self.http, store, rules, lambda: self.relays, **settings | more)
 
     def notify(self) -> None:
@@ -125,13 +115,56 @@ class World:
         self.misdeeds.append((relay, what))
         self.notify()
 
+    def _count(self, relay: PeerId, received: int) -> None:
+        self.bytes[relay] += received
+
+
+class World(Loopback):
+    """Relays with a policy of a few files, which a trainer has published or will."""
+
+    def __init__(self, tmp_path: Path, aio: AioThread, http: HttpClient, nursery: trio.Nursery) -> None:
+        super().__init__(aio, http, nursery)
+        self.tmp_path = tmp_path
+        self.policy = make_policy(tmp_path / "policy")
+        self.trainer = CheckpointStore(tmp_path / "trainer")
+        self.node = CheckpointStore(tmp_path / "node")
+        self.progress: list[tuple[int, int]] = []
+
+    async def relay(self, peer: PeerId, *middlewares: Middleware, store: CheckpointStore | None = None) -> None:
+        address = await self.serve(checkpoint_routes(store or self.trainer), *middlewares)
+        self.relays.append(Source(peer, address.url))
+
+    async def impostor(self, peer: PeerId, answers: Mapping[str, bytes]) -> None:
+        """A relay that has its own answer to everything, by path below `/v1/checkpoints`."""
+
+        def route(path: str, body: bytes) -> web.RouteDef:
+            async def answer(_: web.Request) -> web.Response:
+                return msgpack_response(body)
+
+            return web.get(f"/v1/checkpoints/{path}", answer)
+
+        address = await self.serve([route(path, body) for path, body in answers.items()])
+        self.relays.append(Source(peer, address.url))
+
+    def client(self, **more: Any) -> CheckpointClient:
+        rules = more.pop("rules", RULES)
+        store = more.pop("store", self.node)
+        return self.client_of(store, rules, **{"on_progress": self._note_progress} | more)
+
+    async def rescued(
+        self, manifest: Signed[CheckpointManifest], when: Callable[[], bool], *, source: Path | None = None, **more: Any
+    ) -> None:
+        """Download from the relays that there are, until Alice's honest one comes too; all must be well in the end."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.client(**more).download, manifest.id)
+            await self.until(when)
+            await self.relay(ALICE)
+        assert contents(self.node.local_dir(manifest.id)) == contents(source or self.policy)
+
     def _note_progress(self, done: int, total: int, relays: Mapping[PeerId, int]) -> None:
         assert sum(relays.values()) <= sum(self.bytes.values())
         self.progress.append((done, total))
         self.notify()
-
-    def _count(self, relay: PeerId, received: int) -> None:
-        self.bytes[relay] = self.bytes.get(relay, 0) + received
 
 
 @asynccontextmanager
@@ -141,15 +174,34 @@ async def world_in(tmp_path: Path) -> AsyncIterator[World]:
         nursery.cancel_scope.cancel()
 
 
-def on_shards(act: Callable[[web.Request, int], Any]) -> Middleware:
-    """A relay's misconduct: `act(request, index)` answers a shard request, or gives None to let it pass."""
+def misconduct(key: str, act: Callable[[web.Request], Awaitable[web.StreamResponse | None]]) -> Middleware:
+    """A relay's: `act` answers a request whose path has `key`, or gives None to let it pass."""
 
     @web.middleware
-    async def misconduct(request: web.Request, handler: Any) -> web.StreamResponse:
-        answer = await act(request, int(request.match_info["index"])) if "index" in request.match_info else None
+    async def instead(request: web.Request, handler: Handler) -> web.StreamResponse:
+        answer = await act(request) if key in request.match_info else None
         return answer if answer is not None else await handler(request)
 
-    return misconduct
+    return instead
+
+
+def on_shards(act: Callable[[web.Request, int], Any]) -> Middleware:
+    """A relay's misconduct with shards: `act(request, index)`."""
+    return misconduct("index", lambda request: act(request, int(request.match_info["index"])))
+
+
+def on_patches(act: Callable[[web.Request], Awaitable[web.StreamResponse | None]]) -> Middleware:
+    """A relay's misconduct with patches."""
+    return misconduct("base", act)
+
+
+async def begin_answer(request: web.Request, body: bytes, *, sent: int = 0) -> web.StreamResponse:
+    """Promise all of a body and send so much of it."""
+    response = web.StreamResponse()
+    response.content_length = len(body)
+    await response.prepare(request)
+    await response.write(body[:sent])
+    return response
 
 
 def shard_bytes_of(store: CheckpointStore, checkpoint: bytes, index: int) -> bytes:

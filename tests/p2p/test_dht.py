@@ -1,6 +1,7 @@
 import itertools
 from contextlib import AsyncExitStack
 
+import msgspec
 import pytest
 import trio
 from libp2p.kad_dht.pb.kademlia_pb2 import Message
@@ -18,6 +19,7 @@ from p2p.host import build_host, running, to_libp2p
 from p2p.kad import RequestError, Walk, distance
 from p2p.kad_message import KAD_PROTOCOL, Known, name_peer
 from p2p.routing import key_of, target_of
+from protocol.errors import VersionError
 from protocol.identity import Identity
 
 RELAY_KEY = relay_key(RUN, BOB.peer_id)
@@ -304,3 +306,28 @@ async def test_walk_ends_when_enough_have_answered():
     with trio.fail_after(20):
         await Walk(b"key", ask, lambda: len(asked) >= 1).run([Known(to_libp2p(who.peer_id)) for who in (ALICE, BOB)])
         assert len(asked) <= 2
+
+
+def of_version_2(by):
+    """An advert as a program of the next protocol version would sign it."""
+    fields = msgspec.msgpack.decode(advert(7)) | {"domain": "intellect-node/2", "author": by.peer_id.public_key}
+    parts = (fields["domain"].encode(), fields["kind"].encode(), fields["author"], fields["payload"])
+    signed = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+    return msgspec.msgpack.encode(fields | {"signature": by.sign(signed)})
+
+
+async def test_another_protocol_version_is_named_if_the_author_proves_it():
+    """Attack: anyone tells a node that it is out of date. The key's own author alone is believed."""
+    with trio.fail_after(20):
+        async with running_host(ALICE) as alice, running_host(CAROL, listens=False) as carol:
+            server = make_dht(alice, ALICE)
+            server._values.put_record(RELAY_KEY.encode(), make_put_record(b"", advert(1)))
+            reader = make_dht(carol, CAROL, serve=False, servers=[alice])
+            held = server._values.get(RELAY_KEY.encode())
+            held.value = of_version_2(MALLORY)
+            assert await reader.get(RELAY_KEY) is None
+            held.value = of_version_2(BOB)
+            with pytest.raises(VersionError, match="'intellect-node/2'") as caught:
+                await reader.get(RELAY_KEY)
+    assert caught.value.author == BOB.peer_id
+    assert "pip install --upgrade intellect-node" in caught.value.hint

@@ -25,6 +25,7 @@ from p2p.http import (
     read_body,
     send_ranges,
 )
+from p2p.limits import DownloadBudget
 from protocol.errors import ChecksumError, MalformedError, PortError, RefusedError, RelayError
 
 
@@ -80,7 +81,7 @@ async def raw_server(reply):
     async def answer(stream):
         async with stream:
             await stream.receive_some()
-            with trio.move_on_after(2), suppress(trio.BrokenResourceError):  # a client may hang up at the first bad byte
+            with trio.move_on_after(2), suppress(trio.BrokenResourceError):  # the client may hang up first
                 await stream.send_all(reply)
 
     async with trio.open_nursery() as nursery:
@@ -405,3 +406,30 @@ async def test_a_port_is_free_again_after_the_server_ends():
                     address = await nursery.start(HttpServer(aio, [], host="127.0.0.1", port=port).run)
                     nursery.cancel_scope.cancel()
                 listening_socket("127.0.0.1", address.port).close()
+
+
+async def test_whatever_comes_is_counted_and_large_answers_are_paced(monkeypatch):
+    """The budget says how long to read no more; small answers, such as heads, are never held back."""
+    pauses = []
+    monkeypatch.setattr("p2p.http.client.time.sleep", pauses.append)
+
+    async def give(request):
+        return web.Response(body=bytes(int(request.query["size"])))
+
+    class Budget(DownloadBudget):
+        def take(self, count):
+            super().take(count)
+            return 0.25
+
+    budget = Budget(bytes_per_s=1)
+    with trio.fail_after(20):
+        async with AioThread() as aio, HttpClient(aio, budget=budget) as http, trio.open_nursery() as nursery:
+            server = HttpServer(aio, [web.get("/", give)], host="127.0.0.1", port=0)
+            url = (await nursery.start(server.run)).url
+            await http.get(f"{url}/?size=100")
+            assert pauses == []
+            await http.get_stream(f"{url}/?size=300000", lambda piece: None, expected_bytes=300_000)
+            assert pauses
+            assert set(pauses) == {0.25}
+            nursery.cancel_scope.cancel()
+    assert http.budget.spent[1] == 300_100

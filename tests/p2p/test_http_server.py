@@ -85,13 +85,26 @@ async def test_silent_connections_hold_up_nobody_and_are_closed(tmp_path):
                 nursery.start_soon(ended, stream)
 
 
-async def test_silent_connections_count_for_their_address_before_they_say_anything(tmp_path):
-    """One address opens connections and stays silent, so that none is left for the others."""
-    async with serving(tmp_path, max_connections=5, max_connections_per_host=3, handshake_timeout_s=20) as served:
+@pytest.mark.parametrize(
+    "limits", [{"max_connections_per_host": 3}, {"max_connections": 3}], ids=lambda each: next(iter(each))
+)
+async def test_silent_connections_make_room_for_a_neighbour_behind_the_same_address(tmp_path, limits):
+    """One address opens all the connections that it may have and stays silent, so that none is left for the others."""
+    async with serving(tmp_path, handshake_timeout_s=20, **limits) as served:
         silent = [await served.tcp() for _ in range(3)]
+        assert (await served.hello()).status == 200
+        await ended(silent[0])
+        for stream in silent[1:]:
+            await stream.aclose()
+
+
+async def test_connections_that_have_greeted_count_for_their_address(tmp_path):
+    """One address opens connections, greets on each, and asks for nothing, so that none is left for the others."""
+    async with serving(tmp_path, max_connections=5, max_connections_per_host=3) as served:
+        held = [await served.tls() for _ in range(3)]
         with pytest.raises(RelayError):
             await served.hello()
-        for stream in silent:
+        for stream in held:
             await stream.aclose()
         while True:
             try:

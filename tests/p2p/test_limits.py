@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2p.limits import DAY_S, Buckets, DailyBudget, Rate
+from p2p.limits import DAY_S, DOWNLOAD_BURST_S, Buckets, DailyBudget, DownloadBudget, Rate
 
 
 class Clock:
@@ -101,3 +101,24 @@ def test_no_budget_is_no_limit():
     budget = DailyBudget(0)
     budget.spend(10**15)
     assert budget.wait_s() == 0
+
+
+def test_downloads_are_paced_by_what_came_before(clock):
+    budget = DownloadBudget(bytes_per_s=1000, clock=clock)
+    assert budget.take(int(1000 * DOWNLOAD_BURST_S)) == 0
+    assert budget.take(2000) == pytest.approx(2)
+    clock.now += 1.5
+    assert budget.take(0) == pytest.approx(0.5)
+    assert DownloadBudget().take(10**12) == 0
+
+
+def test_downloads_of_a_day_end_and_begin_again():
+    clock = Clock(5 * DAY_S + 80_000.0)
+    budget = DownloadBudget(bytes_per_day=100, day_clock=clock)
+    budget.restore(5, 60)
+    assert budget.wait_s() == 0
+    budget.take(60)
+    assert budget.wait_s() == pytest.approx(6400)
+    clock.now += 6401
+    assert budget.wait_s() == 0
+    assert budget.spent == (6, 0)

@@ -6,36 +6,20 @@ The tests named `test_case_N_…` are failures that other systems met: see docs/
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import trio
 from aiohttp import web
-from patch_world import TRAINER, Network, Oracle, Trainer, contents, hold, network_of, obtain, on_patches, refuse
+from patch_world import Network, Oracle, Trainer, hold, obtain, refuse
+from shardcast_world import TRAINER, contents, on_patches
 
 from p2p.shardcast.balance import Balancer
 from p2p.shardcast.patch_client import MAX_IN_VAIN, PatchClient
 from p2p.shardcast.patches import NO_PATCH, PatchStore, read_shard
 from p2p.shardcast.store import CheckpointStore
 from protocol.errors import ChecksumError, MalformedError, RefusedError, RelayError
-
-
-@pytest.fixture
-def trainer(tmp_path: Path) -> Trainer:
-    return Trainer(tmp_path)
-
-
-@pytest.fixture
-async def network(trainer: Trainer) -> AsyncIterator[Network]:
-    async with network_of(trainer) as network:
-        yield network
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> CheckpointStore:
-    return CheckpointStore(tmp_path / "node")
 
 
 async def test_a_client_one_step_behind_gets_small_patches(trainer: Trainer, node: CheckpointStore) -> None:
@@ -569,7 +553,7 @@ async def test_a_chain_of_relays_passes_patches_on_and_squashes(
         client = network.client(relay, patches=PatchClient(relay, keep=served))
         await client.download(target)
         await client.download(latest)
-    network.sources.clear()
+    network.relays.clear()
     await network.relay("alice", store=relay, patches=served)
     savings = (patches := PatchClient(node)).savings
     with trio.fail_after(10):
@@ -599,7 +583,7 @@ async def test_a_relay_that_serves_wrong_patches_is_named_and_the_download_ends_
         assert [step for step, _ in node.complete()] == [1]  # what it held before, it holds still
         await network.relay("bob")
         await network.client(node).download(target)
-    assert set(network.misdeeds) == {alice}
+    assert {peer for peer, _ in network.misdeeds} == {alice}
     assert contents(node.local_dir(target)) == contents(trainer.store.local_dir(target))
 
 
@@ -687,5 +671,5 @@ async def test_requests_that_make_no_sense_are_refused(network: Network, trainer
     target = await trainer.publish(1)
     await network.relay("alice")
     with trio.fail_after(10), pytest.raises(RefusedError) as refused:
-        await network.http.get(f"{network.sources[0].url}/v1/checkpoints/{target.id.hex()}/{path}")
+        await network.http.get(f"{network.relays[0].url}/v1/checkpoints/{target.id.hex()}/{path}")
     assert refused.value.code == "malformed"

@@ -1,9 +1,11 @@
 """CheckpointStore: publishing, resuming, installing, serving, pruning."""
 
 import hashlib
+import itertools
 import os
 import struct
 
+import msgspec
 import pytest
 import trio
 from shardcast_world import (
@@ -144,6 +146,20 @@ async def test_damage_on_this_disk_is_found_at_the_restart(published, tmp_path):
     assert store.complete() == [(1, manifest.id)]
 
 
+async def test_a_complete_checkpoint_that_the_disk_damaged_is_removed_when_it_is_looked_at(published, tmp_path):
+    """Between two runs of a node its disk changes a byte, so that an engine would load what nobody signed."""
+    _, manifest = published
+    assert await CheckpointStore(tmp_path / "trainer").verify(manifest.id)
+    assert not await CheckpointStore(tmp_path / "trainer").verify(bytes(32))
+    store = CheckpointStore(tmp_path / "trainer")
+    with (store.local_dir(manifest.id) / "model-2.safetensors").open("r+b") as file:
+        file.seek(5000)
+        file.write(b"damage")
+    assert not await store.verify(manifest.id)
+    assert store.complete() == []
+    assert list((tmp_path / "trainer").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("body", "match"),
     [
@@ -173,6 +189,36 @@ async def test_a_hostile_tensor_file_is_refused_before_anything_opens_it(tmp_pat
         await publish(store, tmp_path / "policy")
 
 
+async def test_a_files_hash_is_over_the_hashes_of_its_pieces(published, tmp_path):
+    """Computed here from the file alone and where it begins in the byte stream."""
+    _, manifest = published
+    start = 0
+    for file in manifest.record.files:
+        body = (tmp_path / "policy" / file.name).read_bytes()
+        first = SHARD_BYTES - start % SHARD_BYTES
+        cuts = [0, *range(first, len(body), SHARD_BYTES), len(body)]
+        pieces = [hashlib.sha256(body[low:high]).digest() for low, high in itertools.pairwise(cuts) if low < high]
+        assert file.sha256 == hashlib.sha256(b"".join(pieces)).digest()
+        start += len(body)
+    assert [file.size for file in manifest.record.files] == [0, 300, 17_000, 12_288, 2]
+
+
+@pytest.mark.parametrize("index", range(5))
+async def test_a_checkpoint_with_a_wrong_file_hash_is_not_installed(published, tmp_path, index):
+    """The trainer's signed record is at odds with itself: its shards are right, and one of its files is another."""
+    trainer, manifest = published
+    files = list(manifest.record.files)
+    files[index] = msgspec.structs.replace(files[index], sha256=bytes(32))
+    record = msgspec.structs.replace(manifest.record, files=tuple(files))
+    signed = open_envelope(seal(record, TRAINER), CheckpointManifest)
+    store = CheckpointStore(tmp_path / "node")
+    with store.begin(signed) as partial:
+        copy_shards(trainer, manifest, partial, range(8))
+        with pytest.raises(MalformedError, match=f"{files[index].name} .* another hash than was signed"):
+            await store.install(signed.id)
+    assert store.complete() == []
+
+
 def manifest_of(name, body):
     digest = hashlib.sha256(body).digest()
     return CheckpointManifest(
@@ -180,7 +226,7 @@ def manifest_of(name, body):
         step=1,
         issued_at_ms=1,
         shard_bytes=SHARD_BYTES,
-        files=(CheckpointFile(name=name, size=len(body), sha256=digest),),
+        files=(CheckpointFile(name=name, size=len(body), sha256=content_digest([digest])),),
         shards=(digest,),
         sha256=content_digest([digest]),
     )
@@ -273,3 +319,30 @@ async def test_a_download_that_is_complete_already_is_not_begun(published):
         assert partial is None
     with trio.fail_after(5):
         assert await store.install(manifest.id) == store.local_dir(manifest.id)
+
+
+async def test_a_quota_takes_the_oldest_and_never_the_newest_or_one_in_use(published, tmp_path):
+    trainer, first = published
+    size = sum(file.size for file in first.record.files)
+    store = CheckpointStore(tmp_path / "node", keep=9, max_bytes=3 * size + size // 2)
+    signed = [first]
+    for step in (2, 3, 4, 5):
+        signed.append(await publish(trainer, make_policy(tmp_path / f"policy-{step}", tag=step), step=step))
+
+    async def fetch(manifest):
+        with store.begin(manifest) as partial:
+            copy_shards(trainer, manifest, partial, range(8))
+        await store.install(manifest.id)
+
+    for manifest in signed[:3]:
+        await fetch(manifest)
+    assert [step for step, _ in store.complete()] == [1, 2, 3]
+    with store.lease(first.id):
+        await fetch(signed[3])
+    assert [step for step, _ in store.complete()] == [1, 3, 4]
+    assert store.held_bytes <= 3.5 * size
+    tight = CheckpointStore(tmp_path / "node", keep=9, max_bytes=2 * size - 1)
+    with pytest.raises(DataDirError, match="policies may take") as caught:
+        tight.begin(signed[4]).__enter__()
+    assert "--policies-quota-bytes" in caught.value.hint
+    assert [step for step, _ in tight.complete()] == [4]

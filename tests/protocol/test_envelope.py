@@ -107,7 +107,24 @@ def test_another_version_is_refused_by_name():
     assert "'intellect-node/1'" in caught.value.message
     assert ALICE.peer_id.short in caught.value.message
     assert "'intellect-node/2'" in caught.value.hint
-    assert caught.value.exit_code == 10
+    assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("domain", "hint"),
+    [
+        (
+            "intellect-node/2",
+            "install the intellect-node release that speaks 'intellect-node/2': pip install --upgrade",
+        ),
+        ("intellect-node/0", "ask that peer to install the intellect-node release that speaks 'intellect-node/1'"),
+        ("other/1", "install the intellect-node release that speaks 'other/1'"),
+    ],
+)
+def test_the_older_of_two_versions_is_told_to_upgrade(domain, hint):
+    with pytest.raises(VersionError) as caught:
+        open_envelope(signed(payload=b"\x80", domain=domain), Receipt)
+    assert caught.value.hint.startswith(hint)
 
 
 def test_a_version_error_is_short_whatever_it_quotes():

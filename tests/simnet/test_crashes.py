@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from node.ledger_file import LedgerFile
+from node.ledger.log import LedgerLog
 from node.run_show import load_run
 from protocol.ledger import LedgerState
 from simnet import run_scenario
@@ -74,7 +74,7 @@ def ledger(out: Path) -> LedgerState:
     """The trainer's ledger, from its file alone."""
     data = out / "nodes" / "trainer-0" / "data"
     manifest = load_run(data)
-    return LedgerFile(data / "ledger", LedgerState(manifest.id, manifest.record)).state
+    return LedgerLog(data / "ledger", LedgerState(manifest.id, manifest.record)).state
 
 
 def accepted_by_verdict(out: Path) -> dict[bytes, int]:

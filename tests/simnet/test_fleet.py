@@ -134,7 +134,7 @@ def test_an_identity_that_is_none_is_refused(scenario, tmp_path):
 
 
 def test_settings_of_the_caller_do_not_reach_the_nodes(scenario, tmp_path, monkeypatch):
-    monkeypatch.setenv("INTELLECT_STATUS_PORT", "1")
+    monkeypatch.setenv("INTELLECT_NODE_STATUS_PORT", "1")
     with started(scenario, tmp_path) as fleet:
         environ = Path(f"/proc/{fleet.members['inference-0'].process.pid}/environ").read_bytes().split(b"\0")
     assert b"OMP_NUM_THREADS=1" in environ
@@ -178,6 +178,12 @@ def test_a_machine_without_room_is_told_the_estimate():
     check_memory(scenario, None)
     with pytest.raises(ConfigError, match=rf"about {needed} MB .* for 8 nodes; 100 MB are free"):
         check_memory(scenario, 100)
+
+
+def test_a_scenario_says_what_nodes_of_a_large_policy_take(small):
+    without = needed_memory_mb(parse_scenario(small, name="small"))
+    small["fleet"][3]["memory_mb"] = 5000
+    assert needed_memory_mb(parse_scenario(small, name="small")) == without - fleet_module.COMPUTE_NODE_MB + 5000
 
 
 def test_free_ports_differ():

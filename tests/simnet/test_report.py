@@ -5,9 +5,10 @@ import re
 import pytest
 from simnet_world import peer_id
 
-from simnet.gather import Contributor, RelaySeen
+from simnet.gather import Contributor, Details, EvaluationSeen, PassSeen, RelaySeen, parse_status
 from simnet.report import build_report, write_report
 from simnet.scenario import Expect
+from simnet.summary import Downloads
 
 HOSTILE = "</td><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e&\"'"
 
@@ -37,6 +38,40 @@ def test_the_figures_of_a_run(recording):
 def test_bytes_of_all_lives_of_a_relay_are_added(recording):
     traffic = build_report(recording).bytes_by_relay["relay-0"]
     assert (traffic.bytes_in, traffic.bytes_out) == (30, 400)
+
+
+def test_what_patches_spared_is_added_over_everyone_who_downloads(recording, tmp_path):
+    for node in recording.nodes[1:4]:
+        node.status.details = Details(patched_bytes=2_000_000, full_bytes=10_000_000, saved_bytes=38_000_000)
+    report, _ = write_report(recording, tmp_path)
+    assert report.downloads == Downloads(patched_bytes=6_000_000, full_bytes=30_000_000, saved_bytes=114_000_000)
+    page = (tmp_path / "report.html").read_text()
+    assert "6.0 MB of patches that stood for 120.0 MB, and as 30.0 MB of whole shards" in page
+
+
+def test_a_run_without_downloads_says_nothing_of_patches(recording, tmp_path):
+    write_report(recording, tmp_path)
+    assert "of patches" not in (tmp_path / "report.html").read_text()
+
+
+def test_what_each_node_took_of_the_machine_is_shown(recording, tmp_path):
+    recording.nodes[0].cpu_s, recording.nodes[0].peak_memory_bytes = 74.26, 3 << 30
+    report, _ = write_report(recording, tmp_path)
+    assert (report.nodes[0].cpu_s, report.nodes[0].peak_memory_mb) == (74.3, 3072)
+    page = (tmp_path / "report.html").read_text()
+    assert "1 min 14 s" in page
+    assert "3072 MB" in page
+
+
+@pytest.mark.parametrize(
+    ("last", "rises"),
+    [(None, None), ((0.5, 0.41, 0.6), True), ((0.5, 0.40, 0.6), False), ((0.1, 0.05, 0.2), False)],
+)
+def test_an_evaluation_rises_when_the_intervals_lie_apart(recording, last, rises):
+    first = EvaluationSeen(0, [PassSeen(4, 0.9, 0.8, 0.95), PassSeen(1, 0.3, 0.2, 0.4)])
+    recording.trainer.evaluations = [first, *([EvaluationSeen(20, [PassSeen(1, *last)])] if last else [])]
+    assert build_report(recording).evaluation_rises is rises
+    assert expecting(recording, evaluation_rises=True).passed is (rises is True)
 
 
 def test_states_say_how_each_node_ended(recording):
@@ -106,7 +141,8 @@ def test_each_expectation_decides(recording, expect, met):
 @pytest.mark.parametrize("name", Expect.__struct_fields__)
 def test_every_expectation_has_a_rule_and_none_holds_of_a_run_that_never_began(recording, name):
     recording.nodes = []
-    goal = {"cheats_evicted": True, "weights_from_relays_only": True}.get(name, 0 if name.endswith("ed") else 1)
+    truths = dict.fromkeys(("cheats_evicted", "weights_from_relays_only", "evaluation_rises"), True)
+    goal = truths.get(name, 0 if name.endswith("ed") else 1)
     (expectation,) = expecting(recording, **{name: goal}).expectations
     assert expectation.met == (name in ("cheats_accepted", "honest_rejected", "unexpected_exits"))
 
@@ -139,6 +175,26 @@ def test_the_page_is_whole_and_fetches_nothing(recording, tmp_path):
     check = Balance()
     check.feed(page)
     assert check.open == []
+
+
+def test_evaluations_are_in_the_training_curve(recording, tmp_path):
+    scores = [PassSeen(1, 0.5, 0.4, 0.6), PassSeen(4, 0.9, 0.8, 0.95)]
+    recording.trainer.evaluations = [EvaluationSeen(20, scores), EvaluationSeen(0, [PassSeen(1, 0.3, 0.2, 0.4)])]
+    report, path = write_report(recording, tmp_path)
+    assert [one.step for one in report.evaluations] == [0, 20]
+    written = json.loads(path.read_text())["evaluations"]
+    assert written[1]["pass_at"][1] == {"k": 4, "value": 0.9, "low": 0.8, "high": 0.95}
+    page = (tmp_path / "report.html").read_text()
+    assert page.count('class="interval"') == page.count('class="dot"') == 2
+    assert "after 0 steps: pass@1 0.300 on held-out prompts (95 %: 0.200 to 0.400)" in page
+    assert "held-out prompts, after 20 steps pass@1 0.50 (0.40 to 0.60), pass@4 0.90 (0.80 to 0.95)" in page
+
+
+def test_a_status_without_evaluations_or_with_more_in_them_is_read():
+    plain = b'{"peer_id": "p", "pid": 1, "state": "working", "details": {}}'
+    assert parse_status(plain).details.evaluations == []
+    more = plain.replace(b"{}}", b'{"evaluations": [{"step": 3, "seconds": 1.5, "prompts": 64, "pass_at": []}]}}')
+    assert parse_status(more).details.evaluations == [EvaluationSeen(3)]
 
 
 def test_hostile_text_stays_text(recording, tmp_path):

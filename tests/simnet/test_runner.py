@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from simnet_world import FakeCommands, wait_for
 
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, ModelError
 from simnet import fleet, run_scenario, runner
 
 SCENARIO = """
@@ -176,3 +176,23 @@ def test_ctrl_c_ends_every_process_and_leaves_a_report(scenario, tmp_path, numbe
     children = [int(path.read_text()) for path in out.glob("nodes/*/data/child.pid")]
     assert len(children) == 5
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_checkpoints_stay_unless_the_scenario_says_otherwise(scenario, tmp_path, keep):
+    class WithCheckpoints(FakeCommands):
+        def create_run(self, trainer_dir, recipe, *, name, validators):
+            (trainer_dir / "checkpoints").mkdir(parents=True)
+            return super().create_run(trainer_dir, recipe, name=name, validators=validators)
+
+    overrides = {"run": {"keep_weights": keep}}
+    commands = WithCheckpoints(trainer_0=GOOD)
+    assert run_scenario(scenario, tmp_path / "out", live=False, overrides=overrides, commands=commands) == 0
+    assert (tmp_path / "out" / "nodes" / "trainer-0" / "data" / "checkpoints").exists() is keep
+
+
+def test_a_model_that_is_not_to_be_had_is_told_before_any_node_starts(scenario, tmp_path):
+    overrides = {"run": {"overrides": {"model": {"source": "nowhere"}}}}
+    with pytest.raises(ModelError, match="there is no model 'nowhere'"):
+        run(scenario, tmp_path, overrides=overrides)
+    assert not (tmp_path / "out" / "nodes").exists()

@@ -1,0 +1,81 @@
+"""Replaying a directory's ledger from beginning to end: for `audit`, and for `ledger show`, `mine` and `export`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from node.ledger.audit import Audit, Report
+from node.ledger.material import Material
+from node.ledger.recheck import recheck
+from node.ledger.scratch import Scratch
+from node.ledger.segments import DamagedSegment, read_segments
+from node.ledger.signatures import checked_entries
+from protocol.errors import MalformedError
+
+SMALL_BYTES: Final = 2 << 20
+"""A shorter ledger is checked before processes have started."""
+SHOW_EVERY: Final = 50_000
+
+Say = Callable[[str], None]
+
+
+def default_processes(ledger: Path) -> int:
+    """Processes for signatures: all cores but the one that replays; none for a short ledger or on one core."""
+    size = ledger.stat().st_size if ledger.is_file() else sum(path.stat().st_size for path in ledger.glob("segment-*"))
+    return 0 if size < SMALL_BYTES else len(os.sched_getaffinity(0)) - 1
+
+
+@contextmanager
+def replayed(material: Material, *, say: Say, processes: int | None = None) -> Iterator[tuple[Audit, list[str]]]:
+    """An audit that has taken in every entry, and notes on what could not be read. Valid within the block."""
+    with tempfile.TemporaryDirectory(prefix="intellect-audit-") as directory:
+        scratch = Scratch(Path(directory))
+        try:
+            audit = Audit(material.manifest, scratch.ledger_memory())
+            yield audit, _replay(audit, material, processes, say)
+        finally:
+            scratch.close()
+
+
+def _replay(audit: Audit, material: Material, processes: int | None, say: Say) -> list[str]:
+    processes = default_processes(material.ledger) if processes is None else processes
+    notes: list[str] = []
+    number = 0
+    try:
+        for checked in checked_entries(read_segments(material.ledger), processes=processes):
+            number = checked.number
+            audit.take(checked)
+            if (number + 1) % SHOW_EVERY == 0:
+                say(f"{number + 1} entries, {sum(audit.breaches.counts.values())} breaches")
+    except DamagedSegment as damaged:
+        audit.breaches.add("truncated", None, damaged.message, entry=max(0, damaged.entry))
+        notes.append(f"the ledger cannot be read from entry {damaged.entry} on")
+    except MalformedError as error:
+        audit.breaches.add("chain", None, f"no entry, so that the chain ends here: {error.message}", entry=number)
+        notes.append(f"the chain cannot be followed from entry {number} on")
+    return notes
+
+
+def audit_material(material: Material, *, say: Say, processes: int | None = None, samples: int = 0) -> Report:
+    """Check everything that can be; of the files at hand, judge `samples` again."""
+    began = time.monotonic()
+    with replayed(material, say=say, processes=processes) as (audit, notes):
+        audit.finish(heads=material.heads, checkpoints=material.checkpoints())
+        again, more = recheck(audit, material, count=samples)
+        report = audit.report([*notes, *_missing(material), *more])
+        return msgspec.structs.replace(report, rechecked=again, seconds=time.monotonic() - began)
+
+
+def _missing(material: Material) -> Iterator[str]:
+    if not material.heads:
+        yield "no signed head is at hand: that the ledger is complete is not shown"
+    if next(material.checkpoints(), None) is None:
+        yield "no checkpoint's manifest is at hand: lineage is checked by the ledger's entries alone"

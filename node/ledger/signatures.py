@@ -1,0 +1,146 @@
+"""Checking signatures of many entries, in processes of their own where there are cores for it.
+
+One entry has up to three: its own, and in a verdict's draw those of the relay's receipt and of the head that drew.
+Heads are shared by many verdicts, so the last ones are remembered.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from multiprocessing import get_context
+from typing import Any, Final, Literal
+
+from node.ledger.segments import Segment
+from protocol.envelope import Signed, open_envelope
+from protocol.errors import AuditError, LedgerError, ProtocolError
+from protocol.ledger import open_entry
+from protocol.records import Head, Receipt, Verdict
+
+CHUNK_ENTRIES: Final = 256
+CHUNKS_AHEAD: Final = 4
+"""For each process: waiting or done, and not taken yet."""
+HEADS_REMEMBERED: Final = 256
+
+Where = Literal["entry", "evidence"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with an entry's bytes, or with the evidence that it carries."""
+
+    where: Where
+    kind: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Checked:
+    """An entry whose signatures were looked at; `fault` is None if they all hold."""
+
+    number: int
+    data: bytes
+    fault: Fault | None
+
+
+def fault_kind(error: ProtocolError) -> str:
+    """A short name for people and programs: a ledger rule's, or the error's own."""
+    if isinstance(error, LedgerError):
+        return error.rule
+    name = type(error).__name__.removesuffix("Error")
+    return "".join(f"-{letter.lower()}" if letter.isupper() else letter for letter in name).removeprefix("-")
+
+
+def check_entry(data: bytes) -> Fault | None:
+    """Whether all signatures of an entry hold."""
+    try:
+        entry: Signed[Any] = open_entry(data)
+    except ProtocolError as error:
+        return Fault("entry", fault_kind(error), error.message)
+    if isinstance(entry.record, Verdict):
+        try:
+            _check_evidence(entry.record)
+        except ProtocolError as error:
+            return Fault("evidence", fault_kind(error), f"in the draw of a verdict: {error.message}")
+    return None
+
+
+def _check_evidence(verdict: Verdict) -> None:
+    if verdict.draw.receipt:
+        open_envelope(verdict.draw.receipt, Receipt)
+    if verdict.draw.beacon:
+        _check_head(verdict.draw.beacon)
+
+
+@lru_cache(maxsize=HEADS_REMEMBERED)
+def _check_head(data: bytes) -> None:
+    open_envelope(data, Head)
+
+
+def _check_chunk(entries: Sequence[bytes]) -> list[tuple[int, Fault]]:
+    """Those of a chunk that have a fault, by their place."""
+    return [(place, fault) for place, data in enumerate(entries) if (fault := check_entry(data)) is not None]
+
+
+Chunk = tuple[int, Sequence[bytes]]
+"""Number of the first entry, and the entries."""
+
+
+def checked_entries(segments: Iterable[Segment], *, processes: int) -> Iterator[Checked]:
+    """All entries in order. Without `processes` they are checked here. Raises AuditError when one dies."""
+    chunks = (chunk for segment in segments for chunk in _chunks(segment))
+    with _checking(processes) as check:
+        yield from _in_order(chunks, check, ahead=max(1, CHUNKS_AHEAD * processes))
+
+
+def _chunks(segment: Segment) -> Iterator[Chunk]:
+    for start in range(0, len(segment.entries), CHUNK_ENTRIES):
+        yield segment.first + start, segment.entries[start : start + CHUNK_ENTRIES]
+
+
+Check = Callable[[Sequence[bytes]], "Future[list[tuple[int, Fault]]]"]
+
+
+@contextmanager
+def _checking(processes: int) -> Iterator[Check]:
+    if not processes:
+        yield _check_here
+        return
+    pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+    try:
+        yield lambda entries: pool.submit(_check_chunk, entries)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _check_here(entries: Sequence[bytes]) -> Future[list[tuple[int, Fault]]]:
+    done: Future[list[tuple[int, Fault]]] = Future()
+    done.set_result(_check_chunk(entries))
+    return done
+
+
+def _in_order(chunks: Iterator[Chunk], check: Check, *, ahead: int) -> Iterator[Checked]:
+    waiting: deque[tuple[Chunk, Future[list[tuple[int, Fault]]]]] = deque()
+    for chunk in chunks:
+        waiting.append((chunk, check(chunk[1])))
+        if len(waiting) > ahead:
+            yield from _of_chunk(*waiting.popleft())
+    while waiting:
+        yield from _of_chunk(*waiting.popleft())
+
+
+def _of_chunk(chunk: Chunk, found: Future[list[tuple[int, Fault]]]) -> Iterator[Checked]:
+    try:
+        faults = dict(found.result())
+    except BrokenProcessPool as error:
+        raise AuditError(
+            f"a process that checks signatures died: {error}", hint="it may lack memory; try again with --processes 0"
+        ) from error
+    first, entries = chunk
+    for place, data in enumerate(entries):
+        yield Checked(first + place, data, faults.get(place))

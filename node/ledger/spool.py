@@ -1,0 +1,68 @@
+"""Entries on their way into a copy of the ledger: on disk until it is certain that they lead to the signed tip.
+
+An unnamed file of framed entries that goes with the process. Reads back in order, as often as wanted.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from protocol.envelope import id_of
+from protocol.errors import DataDirError, ProtocolError
+from protocol.ledger import next_tip
+from protocol.segments import FRAME_BYTES, frame
+
+MAX_SPOOL_BYTES: Final = 64 << 30
+"""More than any run's ledger; what a relay that lies can make a newcomer write at most."""
+
+
+class Spool:
+    """Use it in a `with` block. `length` and `tip` are the ledger's with the entries so far, if they are true."""
+
+    def __init__(self, directory: Path, *, length: int, tip: bytes) -> None:
+        self.start = length
+        self.length = length
+        self.tip = tip
+        self._bytes = 0
+        try:
+            self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - closed on leaving the block
+        except OSError as error:
+            raise _disk_error(directory, error) from error
+
+    def __enter__(self) -> Spool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def add(self, entries: Sequence[bytes]) -> None:
+        """Take in what follows. Raises ProtocolError for what cannot be an entry, DataDirError for a full disk."""
+        block = b"".join(map(frame, entries))
+        self._bytes += len(block)
+        if self._bytes > MAX_SPOOL_BYTES:
+            raise ProtocolError(f"more than {MAX_SPOOL_BYTES >> 30} GiB of ledger entries")
+        for entry in entries:
+            self.tip = next_tip(self.tip, id_of(entry))
+        self.length += len(entries)
+        try:
+            self._file.write(block)
+        except OSError as error:
+            raise _disk_error(Path(), error) from error
+
+    def __iter__(self) -> Iterator[bytes]:
+        self._file.seek(0)
+        while size := self._file.read(FRAME_BYTES):
+            yield self._file.read(int.from_bytes(size, "big"))
+
+
+def _disk_error(directory: Path, error: OSError) -> DataDirError:
+    return DataDirError(
+        f"ledger entries cannot be kept until they are checked: {error.strerror}",
+        hint=f"free some space (df -h {directory}), then start the node again",
+    )

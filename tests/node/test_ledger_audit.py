@@ -1,0 +1,378 @@
+"""The audit: a run that kept the rules is clean, and whatever breaks one is named with who did it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from factories import (
+    OPERATOR,
+    RELAY,
+    VALIDATOR,
+    make_batch,
+    make_eviction,
+    make_head,
+    make_manifest,
+    make_submission,
+    make_trained,
+    make_verdict,
+    receipt_of,
+    sealed,
+)
+from typer.testing import CliRunner
+
+from bench.synthetic_ledger import entries as synthetic
+from bench.synthetic_ledger import head_over, manifest
+from cli import app
+from node.ledger.audit import Audit, Report
+from node.ledger.inspect import audit_material, replayed
+from node.ledger.material import find_material
+from node.ledger.scratch import Scratch, ScratchMap
+from node.ledger.segments import SegmentWriter
+from node.ledger.signatures import Checked
+from protocol.draw import beacon_of, is_drawn
+from protocol.envelope import Signed, seal
+from protocol.errors import AuditError
+from protocol.identity import Identity
+from protocol.ledger import LedgerState, next_tip, open_entry
+from protocol.records import BatchSpec, CheckpointFile, CheckpointManifest, Draw, Head, Manifest
+from protocol.rollouts import Rollout, write_rollouts
+
+ALICE, BOB = Identity.from_phrase("alice"), Identity.from_phrase("bob")
+MANIFEST = sealed(make_manifest(), OPERATOR)
+RUN = MANIFEST.id
+
+
+def export(
+    directory: Path, entries: Sequence[bytes], run: Signed[Manifest] = MANIFEST, head: Signed[Head] | None = None
+) -> Path:
+    """A directory as `ledger export` writes it."""
+    (directory / "ledger").mkdir(parents=True)
+    with closing(SegmentWriter(directory / "ledger", start=run.id)) as writer:
+        left = list(entries)
+        while left:
+            left = left[len(writer.append(left)) :]
+    (directory / "manifest").write_bytes(run.data)
+    if head is not None:
+        (directory / "head").write_bytes(head.data)
+    return directory
+
+
+def audited(directory: Path, *, processes: int = 0) -> Report:
+    return audit_material(find_material(directory), say=lambda _: None, processes=processes)
+
+
+def head_at(entries: Sequence[bytes], **changes: Any) -> Signed[Head]:
+    tip = RUN
+    for entry in entries:
+        tip = next_tip(tip, open_entry(entry, signature_checked=True).id)
+    return make_head(RUN, 9, ledger_length=len(entries), ledger_tip=tip, **changes)
+
+
+def honest() -> list[bytes]:
+    """Two contributors, two steps; bob is caught with the last one."""
+    work = [make_submission(who, RUN, index=index) for index in (0, 1) for who in (ALICE, BOB)]
+    bad = make_verdict(work[3], outcome="reject", hard=True, reason="toploc: another model")
+    entries = [data for one in work[:3] for data in (one.data, make_verdict(one).data)]
+    entries += [make_batch(RUN, 0, work[:2]), make_trained(RUN, 0)]
+    return [*entries, work[3].data, bad.data, make_eviction(bad)]
+
+
+def test_a_run_that_kept_the_rules_is_clean(tmp_path: Path) -> None:
+    report = audited(export(tmp_path / "run", honest(), head=head_at(honest())))
+    assert (report.clean, report.breaches, report.run["entries"]) == (True, [], 11)
+    alice, bob = report.contributors
+    assert (alice["peer_id"], alice["credits"], alice["accepted"]) == (str(ALICE.peer_id), 80, 2)
+    assert (bob["standing"], bob["credits"], bob["rejected"]) == ("evicted", 0, {"toploc": 1})
+    assert (report.forfeited, report.validators[0].accept, report.validators[0].hard) == (40, 3, 1)
+    assert any("lineage" in note for note in report.notes)
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LedgerState]:
+    """Some steps of many contributors, most of them checked by draw; and what a node makes of it."""
+    run = manifest()
+    state = LedgerState(run.id, run.record, signatures_checked=True)
+    entries = list(synthetic(1500))
+    for entry in entries:
+        state.apply(entry)
+    return export(tmp_path_factory.mktemp("long") / "run", entries, run, head_over(state, 1 << 40)), state
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_an_audit_is_the_state_that_nodes_have(long_run: tuple[Path, LedgerState], processes: int) -> None:
+    directory, state = long_run
+    report = audited(directory, processes=processes)
+    assert (report.clean, report.run["entries"], report.run["tip"]) == (True, state.length, state.tip.hex())
+    assert report.run["evicted"] == len(state.evicted) == 1
+    assert {one["peer_id"]: one["credits"] for one in report.contributors} == {
+        str(peer): one.credits for peer, one in state.contributors.items()
+    }
+    assert sum(row.in_full for row in report.validators) < sum(row.accept for row in report.validators)
+
+
+def test_flat_memory_gives_the_same_rows(long_run: tuple[Path, LedgerState], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Almost everything lies on the disk while it is replayed."""
+    monkeypatch.setattr("node.ledger.scratch.HOT", 40)
+    monkeypatch.setattr("node.ledger.scratch.COLD_AT_ONCE", 30)
+    directory, state = long_run
+    with replayed(find_material(directory), say=lambda _: None, processes=0) as (found, notes):
+        assert (notes, found.breaches.found, found.state.tip) == ([], [], state.tip)
+        rows = [(key, one.state, one.used_in, one.place) for key, one in found.state.submissions.items()]
+        assert rows == [(key, one.state, one.used_in, one.place) for key, one in state.submissions.items()]
+        assert found.state.usable(99) == state.usable(99)
+
+
+def test_scratch_map_behaves_as_a_dict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.ledger.scratch.HOT", 3)
+    monkeypatch.setattr("node.ledger.scratch.COLD_AT_ONCE", 2)
+    scratch = Scratch(tmp_path)
+    made: ScratchMap[int, list[int]] = ScratchMap(scratch, "made", msgspec.msgpack.encode, msgspec.msgpack.decode)
+    plain: dict[int, list[int]] = {}
+    for place, number in enumerate((5, 1, 2, 9, 1, 4, 7, 5, 3)):
+        for one in (made, plain):
+            one.setdefault(number, []).append(place)
+    del made[9], plain[9]
+    assert (list(made), list(made.items()), len(made)) == (list(plain), list(plain.items()), len(plain))
+    assert 9 not in made
+    assert made.get(9) is None
+    scratch.close()
+
+
+# Breaches.
+
+
+def swapped(entries: list[bytes]) -> list[bytes]:
+    return [entries[2], entries[1], entries[0], *entries[3:]]
+
+
+def forged(entries: list[bytes]) -> list[bytes]:
+    entry = bytearray(entries[4])
+    entry[-1] ^= 1
+    return [*entries[:4], bytes(entry), *entries[5:]]
+
+
+def by_a_stranger(entries: list[bytes]) -> list[bytes]:
+    work = make_submission(ALICE, RUN, index=2)
+    return [*entries, work.data, make_verdict(work, by=BOB).data]
+
+
+def of_another_run(entries: list[bytes]) -> list[bytes]:
+    return [*entries, make_submission(ALICE, b"x" * 32, index=2).data]
+
+
+def evicted_for_nothing(entries: list[bytes]) -> list[bytes]:
+    soft = open_entry(entries[1])
+    return [*entries, make_eviction(soft)]
+
+
+def trained_on_rejected(entries: list[bytes]) -> list[bytes]:
+    return [*entries, make_batch(RUN, 1, [open_entry(entries[8])])]
+
+
+def other_lineage(entries: list[bytes]) -> list[bytes]:
+    """Work of another policy than the one that the trainer's step gave is trained on."""
+    work = make_submission(ALICE, RUN, step=1, checkpoint_step=1, checkpoint=b"z" * 32)
+    return [*entries, work.data, make_verdict(work).data, make_batch(RUN, 1, [work])]
+
+
+def saved_work(entries: list[bytes]) -> list[bytes]:
+    """A validator accepts without the checks that the beacon asks for."""
+    work = make_submission(ALICE, RUN, index=2)
+    beacon = make_head(RUN, 2, ledger_length=0)
+    draw = Draw(drawn=False, rate=1.0, why="not drawn", beacon=beacon.data, receipt=receipt_of(work).data)
+    return [*entries, work.data, make_verdict(work, draw=draw).data]
+
+
+def forged_receipt(entries: list[bytes]) -> list[bytes]:
+    work = make_submission(ALICE, RUN, index=2)
+    receipt = bytearray(receipt_of(work, by=RELAY).data)
+    receipt[-1] ^= 1
+    draw = Draw(drawn=True, rate=1.0, why="newcomer", beacon=b"", receipt=bytes(receipt))
+    return [*entries, work.data, make_verdict(work, draw=draw).data]
+
+
+def drawn_by_no_beacon(entries: list[bytes]) -> list[bytes]:
+    """A validator checks one contributor more than the rest, and says that the beacon drew it."""
+    beacon = make_head(RUN, 2, ledger_length=len(entries), ledger_tip=head_at(entries).record.ledger_tip)
+    tries = (make_submission(ALICE, RUN, index=2, sha256=bytes([n]) * 32) for n in range(99))
+    work = next(one for one in tries if not is_drawn(beacon_of(beacon), one.id, rate=0.5))
+    draw = Draw(drawn=True, rate=0.5, why="drawn", beacon=beacon.data, receipt=receipt_of(work).data)
+    return [*entries, work.data, make_verdict(work, draw=draw).data]
+
+
+def other_ledger_in_a_beacon(entries: list[bytes]) -> list[bytes]:
+    """A head that drew names a ledger which is not this one: the trainer has rewritten it since."""
+    work = make_submission(ALICE, RUN, index=2)
+    beacon = make_head(RUN, 2, ledger_length=2, ledger_tip=b"t" * 32)
+    draw = Draw(drawn=True, rate=1.0, why="drawn", beacon=beacon.data, receipt=receipt_of(work).data)
+    return [*entries, work.data, make_verdict(work, draw=draw).data]
+
+
+BREACHES: list[tuple[Callable[[list[bytes]], list[bytes]], str, Identity | None]] = [
+    (swapped, "unknown-submission", VALIDATOR),
+    (forged, "signature", ALICE),
+    (by_a_stranger, "wrong-author", BOB),
+    (of_another_run, "wrong-run", ALICE),
+    (evicted_for_nothing, "no-ground", OPERATOR),
+    (trained_on_rejected, "unusable", OPERATOR),
+    (other_lineage, "lineage", ALICE),
+    (saved_work, "draw", VALIDATOR),
+    (forged_receipt, "signature", VALIDATOR),
+    (drawn_by_no_beacon, "draw", VALIDATOR),
+    (other_ledger_in_a_beacon, "fork", OPERATOR),
+]
+
+
+@pytest.mark.parametrize(("breaks", "kind", "who"), BREACHES, ids=lambda each: getattr(each, "__name__", None))
+def test_breach_is_named_with_who_did_it(
+    tmp_path: Path, breaks: Callable[[list[bytes]], list[bytes]], kind: str, who: Identity | None
+) -> None:
+    entries = breaks(honest())
+    report = audited(export(tmp_path / "run", entries, head=head_at(entries)))
+    assert kind in report.breaches_by_kind
+    assert report.run["entries"] == len(entries), "the audit goes on after it"
+    assert any((one.kind, one.who) == (kind, str(who.peer_id)) for one in report.breaches if who is not None)
+
+
+def test_garbage_ends_the_chain(tmp_path: Path) -> None:
+    report = audited(export(tmp_path / "run", [*honest()[:3], b"garbage", *honest()[3:]]))
+    assert ("chain", 3) in {(one.kind, one.entry) for one in report.breaches}
+
+
+def test_truncated_ledger_is_named(tmp_path: Path) -> None:
+    """A relay's disk lost the end of a segment; or somebody shows an audit only the beginning."""
+    directory = export(tmp_path / "run", honest()[:5], head=head_at(honest()))
+    assert audited(directory).breaches_by_kind == {"truncated": 1}
+    cut = export(tmp_path / "cut", honest(), head=head_at(honest()))
+    path = cut / "ledger" / "segment-00000000"
+    path.write_bytes(path.read_bytes()[:-7])
+    assert audited(cut).breaches_by_kind == {"truncated": 1}
+
+
+def test_ledger_of_another_head_is_a_fork(tmp_path: Path) -> None:
+    """The trainer has shown this directory's node one ledger, and signed another."""
+    head = make_head(RUN, 9, ledger_length=11, ledger_tip=b"t" * 32)
+    assert audited(export(tmp_path / "run", honest(), head=head)).breaches_by_kind == {"fork": 1}
+
+
+def test_checkpoints_at_hand_are_those_of_the_ledger(tmp_path: Path) -> None:
+    def held(content: bytes) -> Signed[CheckpointManifest]:
+        file = CheckpointFile(name="model.safetensors", size=10, sha256=b"f" * 32)
+        record = CheckpointManifest(
+            run_id=RUN, step=1, issued_at_ms=1, shard_bytes=4096, files=(file,), shards=(b"s" * 32,), sha256=content
+        )
+        return sealed(record, OPERATOR)
+
+    good, other = held(b"1" * 32), held(b"2" * 32)
+    entries = honest()
+    record = msgspec.structs.replace(open_entry(make_trained(RUN, 0)).record, checkpoint=good.id)
+    entries[7] = seal(record, OPERATOR)
+    for name, checkpoint, clean in (("same", good, True), ("other", other, False)):
+        directory = export(tmp_path / name, entries, head=head_at(entries))
+        (directory / "checkpoints").mkdir()
+        (directory / "checkpoints" / checkpoint.id.hex()).write_bytes(checkpoint.data)
+        report = audited(directory)
+        assert (report.clean, report.breaches_by_kind) == (clean, {} if clean else {"lineage": 1})
+
+
+def test_balance_that_the_verdicts_do_not_give_is_a_breach() -> None:
+    """The rules and the audit's own books must agree; here the rules were wrong."""
+    audit = Audit(MANIFEST)
+    for number, data in enumerate(honest()):
+        audit.take(Checked(number, data, None))
+    audit.state.contributors[ALICE.peer_id].credits += 1
+    audit.finish()
+    assert audit.breaches.counts == {"balance": 1}
+
+
+# Silent groups.
+
+
+def rollout_file(path: Path, rewards: Sequence[float]) -> tuple[bytes, int]:
+    rows = [
+        Rollout(
+            prompt_index=at // 2, member=at % 2, prompt_ids=[1], output_ids=[2], logprobs=[0.0], reward=reward,
+            finish_reason="stop", proofs=[b"p"], turns=[],
+        )
+        for at, reward in enumerate(rewards)
+    ]  # fmt: skip
+    return write_rollouts(path, rows)
+
+
+@pytest.mark.parametrize(("silent", "clean"), [(b"\x01", True), (b"\x02", False)])
+def test_silent_groups_are_compared_with_files_at_hand(tmp_path: Path, silent: bytes, clean: bool) -> None:
+    """A trainer leaves out groups that it does not like, and says that they taught nothing."""
+    spec = BatchSpec(rollouts_per_step=2, max_staleness=1, total_steps=3, signal_only=True)
+    run = sealed(make_manifest(batch=spec), OPERATOR)
+    sha256, size = rollout_file(tmp_path / "file", [1.0, 1.0, 0.0, 1.0])
+    work = make_submission(ALICE, run.id, sha256=sha256, size=size)
+    entries = [work.data, make_verdict(work).data, make_batch(run.id, 0, [work], silent=silent)]
+    directory = export(tmp_path / "run", entries, run)
+    (directory / "files").mkdir()
+    shutil.copy(tmp_path / "file", directory / "files" / f"{work.id.hex()}.parquet")
+    report = audited(directory)
+    assert report.breaches_by_kind == ({} if clean else {"silent": 1})
+    assert "silent groups were compared with 1 files" in report.notes
+
+
+# The command line.
+
+
+def run_cli(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [*map(str, arguments)])
+
+
+def test_exit_codes(tmp_path: Path) -> None:
+    good = export(tmp_path / "good", honest(), head=head_at(honest()))
+    bad = export(tmp_path / "bad", forged(honest()), head=head_at(honest()))
+    assert run_cli("audit", "--from", good).exit_code == 0
+    done = run_cli("audit", "--from", bad, "--json")
+    assert (done.exit_code, json.loads(done.stdout)["clean"]) == (1, False)
+    impossible = run_cli("audit", "--from", tmp_path / "nothing")
+    assert isinstance(impossible.exception, AuditError)
+    assert impossible.exception.exit_code == 2
+
+
+def test_fork_proof_on_the_command_line(tmp_path: Path) -> None:
+    from protocol.forks import make_proof
+
+    one, other = (make_head(RUN, number, ledger_length=4, ledger_tip=bytes([number]) * 32) for number in (1, 2))
+    (tmp_path / "proof").write_bytes(make_proof(MANIFEST, one, other))
+    done = run_cli("audit", "--fork", tmp_path / "proof")
+    assert done.exit_code == 1
+    assert f"the trainer {OPERATOR.peer_id} signed both" in done.stdout
+    (tmp_path / "none").write_bytes(b"nothing")
+    assert isinstance(run_cli("audit", "--fork", tmp_path / "none").exception, AuditError)
+
+
+def test_ledger_show_mine_and_export(tmp_path: Path) -> None:
+    directory = export(tmp_path / "run", honest(), head=head_at(honest()))
+    shown = json.loads(run_cli("ledger", "show", "--from", directory, "--json").stdout)
+    assert [row["credits"] for row in shown["contributors"]] == [80, 0]
+    table = run_cli("ledger", "show", "--from", directory, "--csv").stdout.splitlines()
+    assert table[0] == "rank,peer_id,standing,credits,accepted,rejected,reasons,reason"
+    assert table[2].endswith(",evicted,0,1,1,toploc 1,toploc: another model")
+    mine = json.loads(run_cli("ledger", "mine", "--from", directory, "--peer", ALICE.peer_id, "--json").stdout)
+    assert [(row["state"], row["credits"], row["used_in"]) for row in mine["submissions"]] == [
+        ("accepted", 40, 0),
+        ("accepted", 40, None),
+    ]
+    assert "rank 1 of 2" in run_cli("ledger", "mine", "--from", directory, "--peer", ALICE.peer_id).stdout
+    assert run_cli("ledger", "export", "--from", directory, "--out", tmp_path / "out").exit_code == 0
+    assert audited(tmp_path / "out").clean
+    assert len((tmp_path / "out" / "submissions.csv").read_text().splitlines()) == 5
+    assert run_cli("ledger", "export", "--from", directory, "--out", tmp_path / "out").exit_code == 1
+
+
+def test_csv_cells_are_no_formulas() -> None:
+    """A contributor's words reach an operator's spreadsheet."""
+    from node.ledger.rows import as_csv
+
+    assert list(as_csv(["a", "b"], [{"a": '=HYPERLINK("x")', "b": None}])) == ["a,b", '"\'=HYPERLINK(""x"")",']
