@@ -307,8 +307,8 @@ def _downloads(report: Report) -> str:
         return ""
     stood_for = format_bytes(found.patched_bytes + found.saved_bytes)
     return (
-        f'<p class="aside">Policies came as {format_bytes(found.patched_bytes)} of patches that stood for {stood_for}, '
-        f"and as {format_bytes(found.full_bytes)} of whole shards.</p>"
+        f'<p class="aside">Policies came as {format_bytes(found.patched_bytes)} of patches and packed shards that '
+        f"stood for {stood_for}, and as {format_bytes(found.full_bytes)} of whole shards.</p>"
     )
 
 

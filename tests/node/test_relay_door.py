@@ -247,9 +247,13 @@ async def test_a_relay_of_the_run_has_rates_of_its_own(border: Border, tmp_path:
         await refused(lambda: repeat(guarded.client(BOB).head, 5), "too-many-requests")
 
 
-async def test_an_address_does_not_get_more_by_saying_to_be_a_relay(border: Border, tmp_path: Path) -> None:
+async def test_an_address_does_not_get_more_by_saying_to_be_a_relay(
+    border: Border, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One computer publishes an advert for each of many identities, and asks with all of them."""
-    async with Guarded(border, tmp_path, requests_per_s=1, address_requests_per_s=1) as guarded:
+    for module in ("contacts", "http.client"):
+        monkeypatch.setattr(f"p2p.{module}.MAX_PATIENCE_S", 0.5)
+    async with Guarded(border, tmp_path, requests_per_s=1, address_requests_per_s=4) as guarded:
         sybils = [Identity.from_phrase(f"sybil {number}") for number in range(8)]
         guarded.relay.service.door.know_relays({each.peer_id: now_ms() + 60_000 for each in sybils})
 

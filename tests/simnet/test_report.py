@@ -46,7 +46,7 @@ def test_what_patches_spared_is_added_over_everyone_who_downloads(recording, tmp
     report, _ = write_report(recording, tmp_path)
     assert report.downloads == Downloads(patched_bytes=6_000_000, full_bytes=30_000_000, saved_bytes=114_000_000)
     page = (tmp_path / "report.html").read_text()
-    assert "6.0 MB of patches that stood for 120.0 MB, and as 30.0 MB of whole shards" in page
+    assert "6.0 MB of patches and packed shards that stood for 120.0 MB, and as 30.0 MB of whole shards" in page
 
 
 def test_a_run_without_downloads_says_nothing_of_patches(recording, tmp_path):
