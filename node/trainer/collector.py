@@ -76,9 +76,12 @@ class Collector:
             one is not None and one.record.checkpoint_step >= oldest and one.author not in evicted for one in waiting
         )
 
-    def has_all(self, step: int) -> bool:
-        """Whether every relay has been heard and nothing that it announced is still to be judged."""
-        return not self._feeds.silent and self.pending(step) == 0
+    def has_all(self) -> bool:
+        """Whether every relay has been heard and nothing that it announced has still to be judged or written down.
+
+        However old its policy: what is accepted too late for any batch is credited as well.
+        """
+        return not self._feeds.silent and not any(self._unsettled(key, case) for key, case in self._cases.items())
 
     def drop_stale(self, step: int) -> int:
         """Delete files that no batch from `step` on may use; the number of accepted rollouts that went that way."""
@@ -105,6 +108,14 @@ class Collector:
             case.relays[client.peer_id] = client
             self._notify()
         await self._settle(key, case)
+
+    def _unsettled(self, key: bytes, case: _Case) -> bool:
+        """Whether a verdict about a submission, or its place in the ledger, is still to be expected."""
+        state = self._ledger.state
+        known = state.submissions.get(key)
+        if time.monotonic() - case.seen_at > PENDING_S or (known is not None and known.state != "pending"):
+            return False
+        return case.submission is None or case.submission.author not in state.evicted
 
     def _settled(self, key: bytes) -> bool:
         known = self._ledger.state.submissions.get(key)

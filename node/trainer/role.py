@@ -336,7 +336,7 @@ class TrainerRole:
         self._p.board.waiting("the verdicts about the last submissions")
         with trio.move_on_after(LAST_VERDICTS_DEADLINE_S):
             await trio.sleep(LAST_VERDICTS_MIN_S)
-            while not self._p.collector.has_all(self._manifest.batch.total_steps):
+            while not self._p.collector.has_all():
                 with trio.move_on_after(LOOK_AGAIN_S):
                     await self._p.collector.wait_changed()
 

@@ -148,7 +148,29 @@ async def test_pending_counts_what_a_batch_could_still_use(world: World) -> None
     await world.hear(waiting, judged, make_verdict(judged))
     assert world.collector.pending(0) == 1
     assert world.collector.pending(5) == 0, "its policy is too old for step 5"
-    assert not world.collector.has_all(0)
+    assert not world.collector.has_all()
+
+
+async def test_the_end_waits_for_work_that_is_too_old_to_be_trained(world: World) -> None:
+    """Accepted work is credited, however late: the last look at the feeds asks for no policy's age."""
+    for step in range(3):
+        filler = make_submission(BOB, RUN, step=step, checkpoint_step=step)
+        world.ledger.append([filler.data, make_verdict(filler).data, make_batch(RUN, step, [filler])])
+    late = make_submission(ALICE, RUN)
+    await world.hear(late)
+    assert world.collector.pending(3) == 0
+    assert not world.collector.has_all()
+    await world.hear(make_verdict(late))
+    assert world.collector.has_all()
+
+
+async def test_the_end_waits_for_what_is_accepted_and_not_yet_in_the_ledger(world: World) -> None:
+    """Its verdict came before the one about the submission before it, or before its file."""
+    first, second = (make_submission(ALICE, RUN, index=index) for index in range(2))
+    await world.hear(second, make_verdict(second))
+    assert not world.collector.has_all()
+    await world.hear(first, make_verdict(first))
+    assert world.collector.has_all()
 
 
 async def test_evicted_contributors_are_not_waited_for(world: World) -> None:
@@ -156,7 +178,7 @@ async def test_evicted_contributors_are_not_waited_for(world: World) -> None:
     bad, rest = make_submission(ALICE, RUN), make_submission(ALICE, RUN, index=1)
     await world.hear(bad, make_verdict(bad, outcome="reject", hard=True, reason="seed: another"), rest)
     assert world.collector.pending(0) == 0
-    assert world.collector.has_all(0)
+    assert world.collector.has_all()
 
 
 async def test_stale_rollouts_are_counted_and_deleted_and_never_in_a_batch(world: World) -> None:

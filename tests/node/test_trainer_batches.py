@@ -62,7 +62,7 @@ class Collector(FakeCollector):
     async def wait_changed(self) -> None:
         await self.changed.wait()
 
-    def has_all(self, step: int) -> bool:
+    def has_all(self) -> bool:
         return True
 
 
