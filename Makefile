@@ -7,16 +7,18 @@ STAMP := $(VENV)/.installed
 SMOLLM2 := $(VENV)/.smollm2
 VLLM_VENV := .venv-vllm
 VLLM_STAMP = $(VLLM_VENV)/.installed
+VERIFIERS_VENV := .venv-verifiers
+VERIFIERS_STAMP = $(VERIFIERS_VENV)/.installed
 TORCH := torch==2.13.0
 TEST_PROCESSES ?= 2
 # Processes share the cores; numerical libraries must not each take all of them.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-real test test-long test-vllm check format bench clean
+.PHONY: help setup demo demo-real test test-long test-vllm test-verifiers check format bench clean
 
 help:  ## List the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 
 setup: $(STAMP)  ## Create .venv and install everything (again when its inputs change)
 
@@ -53,6 +55,14 @@ $(VLLM_STAMP): pyproject.toml setup.py protocol/_toploc.c constraints-vllm.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -e .
 	touch $@
 
+test-verifiers: setup $(VERIFIERS_STAMP)  ## Run the tests of the verifiers adapter, with that package in an environment of its own (0.6 GB)
+	VERIFIERS_PYTHON=$(abspath $(VERIFIERS_VENV)/bin/python) $(BIN)/python -m pytest tests/environments/test_verifiers.py
+
+$(VERIFIERS_STAMP): constraints-verifiers.txt
+	test -x $(VERIFIERS_VENV)/bin/python || $(PYTHON) -m venv $(VERIFIERS_VENV)
+	$(VERIFIERS_VENV)/bin/python -m pip install --quiet --no-deps -r constraints-verifiers.txt
+	touch $@
+
 check: setup  ## Check style, types and spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -71,4 +81,4 @@ bench: setup  ## Measure one figure of the docs: make bench NAME=<name>; without
 
 clean:  ## Remove what builds, tests and demos left; keeps .venv and the like
 	rm -rf build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(VLLM_VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(VLLM_VENV)/*' -not -path './$(VERIFIERS_VENV)/*' -prune -exec rm -rf {} +

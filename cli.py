@@ -6,17 +6,20 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import os
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from node.commands import care, config, data, env, identity, ledger, look, policy, runs, watch
+from node.commands import care, config, data, env, identity, ledger, look, membership, policy, runs, watch
+from node.commands.common import JsonOption, emit
 from node.commands.settings import given_settings, resolved_settings, with_settings
 from node.config import NodeConfig, variable
 from node.logs import printable, set_up_logging
@@ -28,12 +31,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train a language model by reinforcement learning across computers that do not trust each other.\n\n"
-    "Without a command, start a node: intellect-node --role inference --run ADDRESS --bootstrap MULTIADDR",
+    "Without a command, start a node: intellect-node --role inference --run ADDRESS@MULTIADDR",
     epilog="Limits of rates and storage are settings too: intellect-node config show --help. "
     "Exit codes: 0 done, 1 failed, 2 usage, 3 a newer protocol is needed.",
 )
 simnet_app = typer.Typer(no_args_is_help=True, help="Run many nodes on this machine.")
-for module in (look, watch, care, policy, data, ledger):
+for module in (look, watch, care, policy, data, ledger, membership):
     module.register(app)
 for name, family in (
     *(("run", runs.run_app), ("id", identity.id_app), ("config", config.config_app), ("env", env.env_app)),
@@ -45,6 +48,7 @@ OutOption = Annotated[
     Path | None,
     typer.Option("--out", help="Directory for logs and the report. Default: out/NAME, or out/NAME-2 …"),
 ]
+ShortOption = Annotated[bool, typer.Option("--short", help="Take the scenario's short form, which lasts minutes.")]
 SeedOption = Annotated[int, typer.Option("--seed", help="Seed of everything that is drawn.")]
 
 
@@ -55,8 +59,19 @@ def main() -> None:
             stream.reconfigure(errors="replace")
     try:
         app(prog_name="intellect-node")
+    except SystemExit as ended:
+        sys.exit(_flushed(ended.code))
     except Exception as error:
         sys.exit(_report(error))
+
+
+def _flushed(code: str | int | None) -> str | int | None:
+    """What is still to be written may not fit on a full disk, or nobody reads it any more: then that is the outcome."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        return _report(error)
+    return code
 
 
 @app.callback(invoke_without_command=True)
@@ -98,18 +113,51 @@ def run_simulation(
     scenario: Annotated[str, typer.Argument(help="A shipped scenario's name, or a TOML file.")],
     out: OutOption = None,
     seed: SeedOption = 0,
+    short: ShortOption = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Print nodes, faults and the memory they take, and start nothing.")
+    ] = False,
 ) -> None:
     """Run a scenario: nodes, faults and cheats on this machine, and a report."""
     set_up_logging("warning")
-    from simnet import run_scenario
+    from simnet.runner import plan_scenario, run_scenario
 
-    raise typer.Exit(run_scenario(scenario, out or _free_out_dir(Path(scenario).stem), seed=seed))
+    if plan:
+        typer.echo("\n".join(plan_scenario(scenario, seed=seed, short=short)))
+        raise typer.Exit
+    raise typer.Exit(run_scenario(scenario, out or _free_out_dir(Path(scenario).stem), seed=seed, short=short))
+
+
+@simnet_app.command("list")
+def list_scenarios() -> None:
+    """List the scenarios that come with the program."""
+    from simnet.scenario import load_scenario, scenario_names
+
+    for name in scenario_names():
+        typer.echo(f"{name:18} {load_scenario(name).title}")
+
+
+@simnet_app.command("compare")
+def compare_simulations(
+    a: Annotated[Path, typer.Argument(help="The first simulation's report.json, or its directory.")],
+    b: Annotated[Path, typer.Argument(help="The second one's.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Write the page here too, such as compare.html.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Lay two simulations' reports side by side: figures and their change, oracles, hops, and who waited."""
+    from simnet.compare import compare_reports, shown_as_json, write_comparison
+    from simnet.compare_page import print_comparison
+
+    comparison = compare_reports(a, b)
+    if out is not None:
+        write_comparison(comparison, out)
+    emit(shown_as_json(comparison), as_json=as_json, show=lambda _: print_comparison(comparison))
 
 
 @app.command("demo")
 def demo(out: OutOption = None, seed: SeedOption = 0) -> None:
     """Run a whole small swarm on this machine: a trainer, relays, contributors, a validator and a cheat."""
-    run_simulation("demo", out=out, seed=seed)
+    run_simulation("demo", out=out, seed=seed, short=False, plan=False)
 
 
 def _free_out_dir(name: str) -> Path:
@@ -128,7 +176,11 @@ def _refuse_settings_before_a_command(said: list[str], command: str) -> None:
 
 def _report(error: BaseException) -> int:
     """Tell a person what went wrong, on stderr. Returns the exit code."""
-    cause = _node_error_in(error)
+    cause = _node_error_in(error) or _of_output(error)
+    if isinstance(error, OSError):
+        _let_go_of_output()
+    if isinstance(error, BrokenPipeError):
+        return 1  # whoever read it has seen enough
     if logging.getLogger().isEnabledFor(logging.DEBUG):
         traceback.print_exception(error)
     if cause is None:
@@ -137,10 +189,25 @@ def _report(error: BaseException) -> int:
         hint = "run it again with --log-level debug and report what it prints"
     else:
         message, hint = cause.message, cause.hint
-    typer.echo(f"error: {printable(message)}", err=True)
-    if hint:
-        typer.echo(f"  next: {printable(hint)}", err=True)
+    with suppress(OSError):  # nobody reads this either
+        typer.echo(f"error: {printable(message)}", err=True)
+        if hint:
+            typer.echo(f"  next: {printable(hint)}", err=True)
     return 1 if cause is None else cause.exit_code
+
+
+def _of_output(error: BaseException) -> NodeError | None:
+    """A disk that is full where no part of the program could say what for: most often under the output itself."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = error.filename or "what the command prints"
+        return NodeError(f"no space is left for {what}", hint="free some (df -h), or send the output elsewhere")
+    return None
+
+
+def _let_go_of_output() -> None:
+    """What standard output could not take is given up, so that the interpreter does not try again at its end."""
+    with suppress(OSError, ValueError):  # a stream of a test has no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _innermost(error: BaseException) -> BaseException:

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="Less of everything: does it run, not how fast.")
     parser.add_argument("--model", default=None, help="For those that know several: another model than the demo's.")
     parser.add_argument("--only", default=None, help="For those of several parts: one of them.")
-    parser.add_argument("--seeds", type=int, default=None, help="For those that count seeds: how many.")
+    parser.add_argument("--seeds", type=_at_least_one, default=None, help="For those that count seeds: how many.")
     parser.add_argument("--trl-python", type=Path, default=None, help="For trainer: the interpreter that has TRL.")
     parser.add_argument("--json", type=Path, default=None, help="Write the line of JSON to this file too.")
     parser.add_argument("--write", type=Path, default=None, help="Put tables and statements into this Markdown file.")
@@ -48,6 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     show(options.name, result, console)
     return 0 if result.met else 1
+
+
+def _at_least_one(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{count} is too few: 1 or more")
+    return count
 
 
 def _keep(options: argparse.Namespace, result: Result) -> None:

@@ -44,7 +44,7 @@ def bench(*, quick: bool) -> Result:
     result = Result()
     with tempfile.TemporaryDirectory(prefix="bench-audit-") as scratch:
         places = [_write(Path(scratch) / str(length), made[:length]) for length in lengths]
-        processes = max(1, default_processes(places[-1] / LEDGER))
+        processes = default_processes(places[-1] / LEDGER) or 1
         alone = [_audited(place, 0) for place in places]
         together = [_audited(place, processes) for place in places]
     bare_s = _bare_cpu_s(made[: lengths[-1]])

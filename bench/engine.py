@@ -31,6 +31,9 @@ GROUP: Final = 8
 OF_ALONE_RATIO: Final = 0.95
 """What vLLM with noise, log-probabilities and proofs keeps of vLLM alone, on the model of 135M."""
 _ALONE: Final = "vllm alone"
+_PAIRS: Final = 3
+"""A difference of a few hundredths needs so many times the rounds: one run varies by a tenth."""
+_UPDATES: Final = 3
 _ENGINES: Final = ("torch", "vllm")
 DEMO_RATIO: Final = 2.0
 SMOLLM2_RATIO: Final = 1.3
@@ -77,7 +80,7 @@ def bench(*, quick: bool, model: str = "demo", only: str = "") -> Result:
         "of vLLM alone",
     ):
         table.add_column(column)
-    runs = _runs(_job(model, quick=quick, group=1), only)
+    runs = _runs(_job(model, quick=quick, group=1), only, result)
     for label, group in (("different", 1), ("groups of 8", GROUP)):
         _measure(result, table, label, _job(model, quick=quick, group=group), runs)
     result.tables.append(table)
@@ -96,11 +99,11 @@ def _job(model: str, *, quick: bool, group: int) -> Job:
     return Job(model, model_directory("sort-digits"), prompts, 12 if quick else 48, 2 if quick else 15)
 
 
-def _runs(job: Job, only: str) -> dict[str, Run]:
+def _runs(job: Job, only: str, result: Result) -> dict[str, Run]:
     """What is measured, each with the policy in memory."""
     runs: dict[str, Run] = {} if only else {"transformers": _transformers(job)}
     for name in [only] if only else _ENGINES:
-        run = _engine(name, job)
+        run = _engine(name, job, result)
         if run is not None:
             runs |= {f"{name} plain": partial(run, 0), f"{name} proved": partial(run, _TOP_K[job.name])}
     if "vllm plain" in runs:
@@ -111,17 +114,23 @@ def _runs(job: Job, only: str) -> dict[str, Run]:
 def _measure(result: Result, table: Table, label: str, job: Job, runs: dict[str, Run]) -> None:
     for run in runs.values():
         run(job)
-    speeds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(job.rounds):
-        for name, run in runs.items():
-            speeds[name].append(_speed(job, run))
+    speeds = _speeds(job, {name: run for name, run in runs.items() if name != _ALONE}, rounds=job.rounds)
     for name in _ENGINES:
         if f"{name} plain" in speeds:
             _record(result, table, (label, name), speeds)
-    if _ALONE in speeds:
-        _record_alone(result, table, label, speeds)
+    if _ALONE in runs:
+        pair = {name: runs[name] for name in ("vllm proved", _ALONE)}
+        _record_alone(result, table, label, _speeds(job, pair, rounds=_PAIRS * job.rounds))
     if "transformers" in speeds:
         result.figures[f"transformers_{label.split()[0]}_tokens_per_cpu_s"] = max(speeds["transformers"])
+
+
+def _speeds(job: Job, runs: dict[str, Run], *, rounds: int) -> dict[str, list[float]]:
+    speeds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            speeds[name].append(_speed(job, run))
+    return speeds
 
 
 def _record(result: Result, table: Table, row: tuple[str, str], runs: dict[str, list[float]]) -> None:
@@ -154,19 +163,24 @@ def _ratio(speeds: list[float], others: list[float]) -> float:
 
 
 def _speed(job: Job, run: Run) -> float:
-    started = time.process_time()
-    run(job)
-    return len(job.prompts) * job.new_tokens / (time.process_time() - started)
+    return len(job.prompts) * job.new_tokens / _cpu_s(partial(run, job))
 
 
-def _engine(name: str, job: Job) -> Callable[[int, Job], Any] | None:
-    """None where it is not installed."""
+def _engine(name: str, job: Job, result: Result) -> Callable[[int, Job], Any] | None:
+    """None where it is not installed. Also measures what new weights in place take."""
     try:
         engine: Engine = engine_factory(name)(max_batch=BATCH)
     except ModelError:
         return None
-    engine.load(job.model_dir)
+    took_s = [_cpu_s(partial(change, job.model_dir)) for change in (engine.load, *[engine.update] * _UPDATES)]
+    result.figures |= {f"{name}_load_cpu_s": took_s[0], f"{name}_update_cpu_s": min(took_s[1:])}
     return lambda top_k, job: engine.generate(job.requests, job.sampling(top_k))
+
+
+def _cpu_s(work: Callable[[], Any]) -> float:
+    started = time.process_time()
+    work()
+    return time.process_time() - started
 
 
 def _vllm_alone(job: Job) -> Run:

@@ -138,6 +138,7 @@ def pass_at_1(policy_dir: Path, environment: str, *, prompts: int, samples: int,
     work = held_out_work(
         get_environment(environment), tokenizer, seed=evaluation_seed(b"bench"), prompts=prompts, samples=samples
     )
-    stop_ids = model_spec(policy_dir).stop_ids
-    sampling = SamplingParams(temperature=1.0, max_new_tokens=max_new_tokens, stop_ids=stop_ids, top_k_proof=0)
-    return evaluate(engine, tokenizer, work, sampling, pass_at=(1,)).pass_at[0].value
+    model = model_spec(policy_dir)
+    sampling = SamplingParams(temperature=1.0, max_new_tokens=max_new_tokens, stop_ids=model.stop_ids, top_k_proof=0)
+    found = evaluate(engine, tokenizer, work, sampling, max_model_len=model.max_model_len, pass_at=(1,))
+    return found.pass_at[0].value

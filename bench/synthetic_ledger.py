@@ -19,10 +19,12 @@ from protocol.envelope import Signed, kind_of, open_envelope, seal
 from protocol.identity import Identity, PeerId
 from protocol.ledger import LedgerState
 from protocol.records import (
+    AdmissionSpec,
     Batch,
     BatchSpec,
     CheckResult,
     CheckSpec,
+    CreditSpec,
     Draw,
     EnvironmentSpec,
     Eviction,
@@ -56,7 +58,8 @@ def manifest() -> Signed[Manifest]:
         trainer=OPERATOR.peer_id.public_key,
         validators=tuple(one.peer_id.public_key for one in VALIDATORS),
         quorum=1,
-        admission="open",
+        admission=AdmissionSpec(),
+        credits=CreditSpec(maturity_steps=2),
         model=ModelSpec(architecture=b"a" * 32, tokenizer=b"t" * 32, vocab_size=64, max_model_len=256, stop_ids=(2,)),
         environment=EnvironmentSpec(name="sort-digits", digest=b"e" * 32),
         rollout=RolloutSpec(
@@ -194,6 +197,7 @@ def _verdict(world: _World, submission: Signed[Submission], *, hard: bool) -> Si
         dtype="float32",
         software="intellect-node/0.1.0",
         head_sequence=world.sequence,
+        appeal=b"",
         issued_at_ms=world.sequence,
     )
     return open_envelope(seal(record, validator), Verdict, signature_checked=True)

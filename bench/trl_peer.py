@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -16,6 +17,8 @@ ROOT: Final = Path(__file__).parent.parent
 ENVIRONMENT: Final = ROOT / ".venv-trl"
 PACKAGES: Final = ("trl==1.16.0", "torch==2.13.0", "transformers==5.19.0")
 """As here; everything else is pinned by constraints-trl.txt."""
+INSTALLED: Final = "installed.txt"
+"""In the environment, written last: without it, the installation was interrupted."""
 
 
 def find_python(given: Path | None) -> Path:
@@ -24,10 +27,16 @@ def find_python(given: Path | None) -> Path:
         if not given.is_file():
             raise ConfigError(f"--trl-python: there is no interpreter {given}")
         return given
-    python = ENVIRONMENT / "bin" / "python"
-    if not python.is_file():
+    python, marker = ENVIRONMENT / "bin" / "python", ENVIRONMENT / INSTALLED
+    if not python.is_file() or not marker.is_file() or marker.read_text(encoding="utf-8") != _contents():
+        shutil.rmtree(ENVIRONMENT, ignore_errors=True)
         _install(python)
+        marker.write_text(_contents(), encoding="utf-8")
     return python
+
+
+def _contents() -> str:
+    return "".join(f"{package}\n" for package in PACKAGES)
 
 
 def _install(python: Path) -> None:

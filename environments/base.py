@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar, Final, TypedDict
 
+from environments.allowance import Allowance
 from protocol.errors import ConfigError, EnvironmentUnknown
 
 _DIGEST_DOMAIN: Final = b"intellect-node environment\0"
@@ -77,6 +78,11 @@ class Environment(ABC):
     """Turns that a policy has at most; more than one where `reply` may answer it."""
     data_sha256: bytes = b""
     """Of the data file in use; empty without one."""
+    repeatable: bool = True
+    """Whether the same answer earns the same wherever and whenever it is judged. False where judging runs what a policy
+    wrote: a program may ask for the time. Then nobody is called a liar for a reward that comes out otherwise."""
+    allowance: Allowance | None = None
+    """What the answers under way may cost together. What starts long work looks at it."""
 
     @abstractmethod
     def task(self, seed: bytes) -> Task:
@@ -88,7 +94,11 @@ class Environment(ABC):
 
     def rewards(self, pairs: Sequence[tuple[Task, str]]) -> list[Reward]:
         """Judge several completions, in order; worth overriding where they can be judged side by side."""
-        return [self.reward(task, completion) for task, completion in pairs]
+        return [self._within_allowance(task, completion) for task, completion in pairs]
+
+    def _within_allowance(self, task: Task, completion: str) -> Reward:
+        used_up = self.allowance.used_up if self.allowance is not None else ""
+        return Reward(None, used_up) if used_up else self.reward(task, completion)
 
     def with_length_target(self, task: Task, target: int) -> Task:
         """The task with a wish for an answer of so many tokens in its prompt. Raises ConfigError where it has none.
@@ -119,6 +129,13 @@ class Environment(ABC):
         """Take the data that travels with the policy, before the first task. Raises ConfigError for other bytes."""
         raise ConfigError(f"the environment {self.name} takes no data file", hint="remove environment.data")
 
+    def allow(self, allowance: Allowance | None) -> None:
+        """Set `allowance`, for whoever judges. It is no parameter, so it can be set in a frozen dataclass too."""
+        object.__setattr__(self, "allowance", allowance)
+
+    def require_machine(self) -> None:  # noqa: B027 - most environments need nothing
+        """What start-up asks: whether this machine can judge. Raises an error of this program's that names the cure."""
+
     def close(self) -> None:  # noqa: B027 - most environments start nothing
         """End worker processes; the instance is not used again."""
 
@@ -139,7 +156,12 @@ class Environment(ABC):
     def digest(self) -> bytes:
         """SHA-256 over all that decides tasks and rewards: equal digests mean equal tasks and rewards."""
         return environment_digest(
-            self.name, self.version, self.parameters, requires=self.required_versions, data_sha256=self.data_sha256
+            self.name,
+            self.version,
+            self.parameters,
+            requires=self.required_versions,
+            data_sha256=self.data_sha256,
+            repeatable=self.repeatable,
         )
 
 
@@ -150,6 +172,7 @@ def environment_digest(
     *,
     requires: Mapping[str, str] | None = None,
     data_sha256: bytes = b"",
+    repeatable: bool = True,
 ) -> bytes:
     """SHA-256 that stands for an environment. Parameters must be plain JSON values."""
     fields: dict[str, object] = {"name": name, "version": version, "parameters": dict(parameters)}
@@ -157,6 +180,8 @@ def environment_digest(
         fields["requires"] = dict(requires)
     if data_sha256:
         fields["data"] = data_sha256.hex()
+    if not repeatable:
+        fields["repeatable"] = False
     return hashlib.sha256(_DIGEST_DOMAIN + json.dumps(fields, sort_keys=True).encode()).digest()
 
 

@@ -22,6 +22,7 @@ from environments.code_problems import SAMPLE, AnyProblem, FunctionProblem, Prob
 from environments.sandbox.launch import BoxSpec
 from environments.sandbox.limits import Limits
 from environments.sandbox.pool import SandboxPool
+from environments.sandbox.status import establish
 from protocol.errors import ConfigError
 from protocol.seeds import SeedStream
 
@@ -40,6 +41,8 @@ class CodeProblems(Environment):
     """Problems from JSON lines: those that travel with the policy, or a small sample that comes with the program."""
 
     name: ClassVar[str] = "code"
+    version: ClassVar[int] = 2
+    repeatable = False
 
     python: Annotated[str, Meta(pattern=r"^3\.[0-9]{2}$")] = "3.11"
     """Release of the language in which solutions run, the same on every machine."""
@@ -56,7 +59,13 @@ class CodeProblems(Environment):
     def digest(self) -> bytes:
         """As everywhere, and over the sample where it is in use; the release of Python is a parameter."""
         sample = {} if self.data_sha256 else {"sample": hashlib.sha256(SAMPLE.read_bytes()).hexdigest()}
-        return environment_digest(self.name, self.version, self.parameters | sample, data_sha256=self.data_sha256)
+        return environment_digest(
+            self.name,
+            self.version,
+            self.parameters | sample,
+            data_sha256=self.data_sha256,
+            repeatable=self.repeatable,
+        )
 
     @property
     def problems(self) -> Problems:
@@ -78,7 +87,8 @@ class CodeProblems(Environment):
             return Reward(0.0, "no code block")
         if len(source) > MAX_CODE_CHARS:
             return Reward(0.0, f"a code block of {len(source)} characters; {MAX_CODE_CHARS} are allowed")
-        return judge(self.pool, self.problems[task.data["index"]], source)
+        problem = self.problems[task.data["index"]]
+        return judge(self.pool, problem, source=source, allowance=self.allowance)
 
     def rewards(self, pairs: Sequence[tuple[Task, str]]) -> list[Reward]:
         """Judge several completions side by side, one a core."""
@@ -99,6 +109,10 @@ class CodeProblems(Environment):
     def use_data(self, data: bytes) -> None:
         """Take problems as `import_data` gives them. Raises ConfigError."""
         self._problems = Problems(data, origin="the code problems")
+
+    def require_machine(self) -> None:
+        """Prove the sandbox. Raises SandboxError."""
+        establish(self.pool.spec)
 
     def close(self) -> None:
         """End the boxes."""

@@ -1,12 +1,18 @@
 """Whether what a solution gave is what was expected; compared outside the box, on plain values of known types.
 
-Nothing here calls a method that a solution could have written: values were read from JSON.
+Values are compared as environments.sandbox.inside.values encodes them. Nothing here calls a method that a solution
+could have written, and nothing hashes what it chose: keys and sets are put in order instead.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from typing import Any
+import re
+from typing import Any, Final
+
+_NUMBER: Final = re.compile(r"[+-]?(?:[0-9]{1,400}(?:\.[0-9]{0,400})?|\.[0-9]{1,400})(?:[eE][+-]?[0-9]{1,4})?")
+"""float() takes more: 1_0, nan, and the digits of every script."""
 
 
 def same_output(printed: bytes, expected: str, *, tolerance: float = 0.0) -> bool:
@@ -25,42 +31,57 @@ def same_output(printed: bytes, expected: str, *, tolerance: float = 0.0) -> boo
 
 
 def same_value(got: Any, expected: Any, *, tolerance: float = 0.0, tuples_are_lists: bool = False) -> bool:
-    """Whether a returned value is the expected one, types included: True is not 1, and 1.0 is not 1.
+    """Whether an encoded value is the expected one, types included: True is not 1, and 1.0 is not 1.
 
     Where a float is expected, an integer of that value will do. `tuples_are_lists` is for values written as JSON, which
     has no tuples.
     """
-    if tuples_are_lists and isinstance(got, tuple):
-        got = list(got)
-    if isinstance(expected, float):
-        return type(got) in (int, float) and _near(got, expected, tolerance)
-    if type(got) is not type(expected):
+    (kind, mine), (wanted, theirs) = _typed(got), _typed(expected)
+    if tuples_are_lists and kind == "tuple":
+        kind = "list"
+    if wanted == "float":
+        return kind in ("int", "float") and _near(mine, theirs, tolerance)
+    if kind != wanted:
         return False
-    if isinstance(expected, list | tuple):
-        return len(got) == len(expected) and all(
-            same_value(mine, theirs, tolerance=tolerance, tuples_are_lists=tuples_are_lists)
-            for mine, theirs in zip(got, expected, strict=True)
-        )
-    if isinstance(expected, dict):
-        return _same_dict(got, expected, tolerance=tolerance, tuples_are_lists=tuples_are_lists)
-    if isinstance(expected, set):
-        return {_typed(item) for item in got} == {_typed(item) for item in expected}
-    return bool(got == expected)
-
-
-def _same_dict(got: dict[Any, Any], expected: dict[Any, Any], *, tolerance: float, tuples_are_lists: bool) -> bool:
-    mine = {_typed(key): value for key, value in got.items()}
-    theirs = {_typed(key): value for key, value in expected.items()}
-    return mine.keys() == theirs.keys() and all(
-        same_value(mine[key], theirs[key], tolerance=tolerance, tuples_are_lists=tuples_are_lists) for key in theirs
+    if kind == "set":
+        return sorted(map(_key, mine)) == sorted(map(_key, theirs))
+    if kind not in ("list", "tuple", "dict"):
+        return bool(mine == theirs)
+    if len(mine) != len(theirs):
+        return False
+    if kind == "dict":
+        mine, theirs = _in_order(mine), _in_order(theirs)
+        if [key for key, _ in mine] != [key for key, _ in theirs]:
+            return False
+        mine, theirs = [value for _, value in mine], [value for _, value in theirs]
+    return all(
+        same_value(one, other, tolerance=tolerance, tuples_are_lists=tuples_are_lists)
+        for one, other in zip(mine, theirs, strict=True)
     )
 
 
 def _typed(value: Any) -> tuple[str, Any]:
-    """A hashable value with its type, so that True and 1 are two."""
-    if isinstance(value, tuple):
-        return "tuple", tuple(map(_typed, value))
-    return type(value).__name__, value
+    """An encoded value's kind and content, floats and bytes in one spelling."""
+    if not isinstance(value, dict):
+        return type(value).__name__, value
+    kind, content = next(iter(value.items()))
+    if kind == "float":
+        return kind, float(content)
+    return kind, bytes.fromhex(content) if kind == "bytes" else content
+
+
+def _key(value: Any) -> str:
+    """A text that two keys have in common only if they are the same and of one type, so that True and 1 are two."""
+    kind, content = _typed(value)
+    if kind == "tuple":
+        return f"({','.join(map(_key, content))})"
+    if kind == "float":
+        return repr(content + 0.0)  # -0.0 is 0.0
+    return f"b{content.hex()}" if kind == "bytes" else json.dumps(content)
+
+
+def _in_order(pairs: list[list[Any]]) -> list[tuple[str, Any]]:
+    return sorted(((_key(key), value) for key, value in pairs), key=lambda pair: pair[0])
 
 
 def _near(got: float, expected: float, tolerance: float) -> bool:
@@ -75,10 +96,9 @@ def _near(got: float, expected: float, tolerance: float) -> bool:
 def _near_word(word: str, wanted: str, tolerance: float) -> bool:
     if word == wanted:
         return True
-    try:
-        got, expected = float(word), float(wanted)
-    except ValueError:
+    if not (_NUMBER.fullmatch(word) and _NUMBER.fullmatch(wanted)):
         return False
+    got, expected = float(word), float(wanted)
     return math.isfinite(got) and math.isfinite(expected) and _near(got, expected, tolerance)
 
 

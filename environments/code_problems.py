@@ -7,6 +7,8 @@ the fields. Data travels with a policy, so lines are as hostile as any other byt
 from __future__ import annotations
 
 import ast
+import json
+import re
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -20,6 +22,8 @@ MAX_LINE_BYTES: Final = 8 << 20
 MAX_PROBLEMS: Final = 1 << 18
 SAMPLE: Final = Path(__file__).parent / "assets" / "code-sample.jsonl"
 _CHECK_FUNCTION: Final = "check"
+_ESCAPED_HALF: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+_HALF_PAIR: Final = "a text holds half a surrogate pair (\\ud800 to \\udfff), which is no character"
 
 Text = Annotated[str, Meta(min_length=1, max_length=1 << 16)]
 Code = Annotated[str, Meta(max_length=1 << 16)]
@@ -121,8 +125,22 @@ def parse_problem(line: bytes, *, where: str) -> AnyProblem:
         problem = _decoder.decode(line)
         _check(problem)
     except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: {str(error)[:300] or type(error).__name__}") from error
+        said = _HALF_PAIR if _has_half_pair(line) else str(error)[:300]
+        raise ConfigError(f"{where}: {said or type(error).__name__}") from error
     return problem
+
+
+def _has_half_pair(line: bytes) -> bool:
+    """Whether a text of the line escapes half a surrogate pair, which the decoder calls truncated data."""
+    if not _ESCAPED_HALF.search(line):
+        return False
+    try:
+        json.dumps(json.loads(line), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    except (ValueError, RecursionError):
+        return False
+    return False
 
 
 def _check(problem: AnyProblem) -> None:

@@ -16,8 +16,11 @@ from msgspec import Meta
 from environments.base import RIGHT, WRONG, Environment, Reward, Task, user_message
 from environments.maths_text import (
     MAX_ANSWER_CHARS,
+    comparable,
     is_exact,
+    is_finished,
     last_box,
+    letters,
     plain_number,
     rising,
     split_unit,
@@ -40,6 +43,7 @@ class Maths(Environment):
     """Problems of a data file, or of a small sample without one."""
 
     name: ClassVar[str] = "maths"
+    version: ClassVar[int] = 2
     requires: ClassVar[tuple[str, ...]] = (
         "math-verify",
         "latex2sympy2_extended",
@@ -86,7 +90,7 @@ class Maths(Environment):
         """The same for several, side by side."""
         judged = [compare(str(task.data["answer"]), completion) for task, completion in pairs]
         open_places = [place for place, found in enumerate(judged) if not isinstance(found, Reward)]
-        answers = self._pool.map([judged[place] for place in open_places])
+        answers = self._pool.map([judged[place] for place in open_places], allowance=self.allowance)
         settled = dict(zip(open_places, map(_reward_of, answers), strict=True))
         return [found if isinstance(found, Reward) else settled[place] for place, found in enumerate(judged)]
 
@@ -113,9 +117,21 @@ def compare(gold: str, completion: str) -> Reward | list[str]:
     if gold_unit and unit and gold_unit != unit:
         return Reward(0.0, f"in {unit} instead of {gold_unit}")
     right, found = plain_number(gold_number), plain_number(number)
-    if right is not None and not answer.endswith("%"):
-        return _compare_number(right, found, exact=is_exact(gold_number) and is_exact(number)) or [gold_number, number]
+    if right is not None:
+        exact = is_exact(gold_number) and is_exact(number)
+        return _compare_number(right, found, exact=exact) or [_formula(gold_number), _formula(number)]
+    gold, answer = comparable(gold, answer)
+    if not is_finished(answer, gold):
+        return Reward(0.0, "not worked out, or an equation or a percentage where none is asked for")
+    if (name := letters(gold)) is not None:
+        return RIGHT if letters(answer) == name else WRONG
     return [rising(gold), rising(answer)]
+
+
+def _formula(number: str) -> str:
+    """A number for math-verify, which would read a percentage in two ways."""
+    value = plain_number(number)
+    return number if value is None or "%" not in number else f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def _compare_number(right: Any, found: Any, *, exact: bool) -> Reward | None:

@@ -1,7 +1,8 @@
 """Answers of mathematics as text: the last box, and what can be told of it before any algebra.
 
 math-verify has faults that matter for rewards: it drops units, it does not see that 1 < x < 3 is 3 > x > 1, and it
-takes an expression for its value, so that a policy may answer a question with the question. Each is met here.
+takes an expression for its value, so that a policy may answer a question with the question. Each is met here. N\\% is
+N/100 and nothing else, where that library takes it for N as well.
 """
 
 from __future__ import annotations
@@ -19,11 +20,20 @@ _FRACTION: Final = re.compile(rf"({_DIGITS})?\\[dt]?frac(?:\{{([0-9]{{1,40}})\}}
 _SLASH: Final = re.compile(r"([0-9]{1,40})/([0-9]{1,40})")
 _POWER_OF_TEN: Final = re.compile(r"(.+?)(?:\\times|\\cdot)10\^(?:\{(-?[0-9]{1,3})\}|([0-9]))")
 _SPACES: Final = re.compile(r"\\[,;!: ]|~|\s|\\(?:quad|left|right)(?![a-zA-Z])|\\\$|\$")
-_ASSIGNED: Final = re.compile(r"[a-zA-Z]\s*=(?!=)")
+_ASSIGNED: Final = re.compile(r"[a-zA-Z](?:_(?:[a-zA-Z0-9]|\{[a-zA-Z0-9]{1,4}\}))?(?:\([a-zA-Z]\))?\s*=(?!=)")
+_PERCENT: Final = re.compile(r"(.+?)\\?%\.?", re.DOTALL)
+_WORD: Final = r"(?:(?:square|cubic|sq\.?|cu\.?)\s+)?[a-zA-Z]+\.?(?:\s+per\s+[a-zA-Z]+)?"
 _MEASURED: Final = re.compile(
-    r"(.*?[0-9}])\s*(?:\\[,;: ])*\s*(?:\\(?:text|mathrm|textrm|mbox)\{([^{}]*)\}|([a-zA-Z]+))(?:\^\{?([23])\}?)?\.?",
+    r"(.*?[0-9}])\s*(?:\\[,;: ])*\s*(?:\\(?:text|mathrm|textrm|mbox)\{\s*("
+    + _WORD
+    + r")\s*\}|([a-zA-Z]+))(?:\^\{?([23])\}?)?\.?",
     re.DOTALL,
 )
+_POWERS: Final = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
+_OPEN: Final = re.compile(r"\\(?:(?:o?i|i{2,3})nt|sum|prod|coprod|lim|limsup|liminf)(?![a-zA-Z])|%|(?<![<>!])=")
+"""What an answer has only where the right one has it: what is still to be worked out, percentages, equations."""
+_LETTERS: Final = re.compile(r"[A-Z]{2,12}")
+
 _DEGREES: Final = re.compile(r"\^\{?\\circ\}?\s*$")
 _RELATION: Final = re.compile(r"\\(?:leqslant|geqslant|leq|geq|le|ge|lt|gt)(?![a-zA-Z])|<=|>=|<|>")
 _FLIPPED: Final = {
@@ -67,6 +77,9 @@ def plain_number(text: str) -> Fraction | None:
     """The value of a number that is written out: 1,000, -2.50, 3/4, 1\\frac{1}{2}, 2.5\\times10^{3}; else None."""
     bare = _SPACES.sub("", text)
     bare = bare.removesuffix(".")
+    if percent := _PERCENT.fullmatch(bare):
+        value = plain_number(percent[1]) if "%" not in percent[1] else None
+        return None if value is None else value / 100
     sign = -1 if bare.startswith("-") else 1
     bare = bare[1:] if bare[:1] in ("-", "+") else bare
     value = _scaled(bare)
@@ -79,14 +92,23 @@ def is_exact(text: str) -> bool:
 
 
 def without_assignment(text: str) -> str:
-    """`x = 5` becomes `5`."""
+    """`x = 5` becomes `5`, and so do `x_1 = 5` and `f(x) = 5`."""
     return text[found.end() :] if (found := _ASSIGNED.match(text.strip())) else text
+
+
+def comparable(gold: str, answer: str) -> tuple[str, str]:
+    """Both without assignments, unless one is an equation in what the other assigns to: `y = 2x` and `2x - y = 0`."""
+    bare_gold, bare = without_assignment(gold), without_assignment(answer)
+    if bare_gold != gold and bare == answer and "=" in answer and gold.strip()[0] in answer:
+        return gold, answer
+    return bare_gold, bare
 
 
 def split_unit(text: str) -> tuple[str, str]:
     """A number and its unit in one spelling, `("5", "cm^2")`; the text and nothing where no unit follows a number.
 
-    A word in \\text{…} that is no known unit, as in `5 \\text{ apples}`, is dropped.
+    A word in \\text{…} that is no known unit, as in `5 \\text{ apples}`, is dropped; several words are no unit, but for
+    `square`, `cubic` and `per`. Percent is the sign of that name.
     """
     stripped = text.strip()
     if degrees := _DEGREES.search(stripped):
@@ -94,11 +116,33 @@ def split_unit(text: str) -> tuple[str, str]:
     found = _MEASURED.fullmatch(stripped)
     if found is None:
         return text, ""
-    number, word, power = found[1], (found[2] or found[3]).strip().rstrip(".").lower(), found[4]
-    unit = _UNITS.get(word) or _UNITS.get(word.removesuffix("s"))
-    if plain_number(number) is None or (unit is None and found[2] is None):
+    number, words, power = found[1], (found[2] or found[3]).lower().split(), found[4]
+    if plain_number(number) is None:
         return text, ""
-    return number, f"{unit}^{power}" if unit and power else unit or ""
+    if words in (["percent"], ["percents"]):
+        return f"{number}\\%", ""
+    if len(words) > 1 and words[0].rstrip(".") in _POWERS:
+        power = _POWERS[words.pop(0).rstrip(".")]
+    units = [_unit(word) for word in words if word != "per"]
+    if None in units:
+        return (number, "") if found[2] is not None else (text, "")
+    unit = "/".join(filter(None, units))
+    return number, f"{unit}^{power}" if power else unit
+
+
+def _unit(word: str) -> str | None:
+    return _UNITS.get(word.rstrip(".")) or _UNITS.get(word.rstrip(".").removesuffix("s"))
+
+
+def is_finished(answer: str, gold: str) -> bool:
+    """Whether an answer leaves nothing to be worked out, chosen or read that the right one does not leave."""
+    return {found[0] for found in _OPEN.finditer(answer)} <= {found[0] for found in _OPEN.finditer(gold)}
+
+
+def letters(text: str) -> str | None:
+    """Names of points, or choices: `AB` is not `BA`. None for anything else."""
+    bare = _SPACES.sub("", re.sub(r"\\(?:text|mathrm|textrm|mbox|overline)\{([^{}]*)\}", r"\1", text))
+    return bare if _LETTERS.fullmatch(bare) else None
 
 
 def rising(text: str) -> str:

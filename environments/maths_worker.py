@@ -7,13 +7,31 @@ the worker's limits take their place.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from environments.worker_loop import serve
 
 MEMORY_BYTES: Final = 1 << 30
 CPU_S: Final = 2.0
+
+
+def _with_imaginary_unit(gold: Sequence[Any], answer: Sequence[Any]) -> tuple[list[Any], list[Any]] | None:
+    """Both with `i` for the root of -1, which the parser takes for a name; None unless only one of them has it."""
+    from sympy import Basic, I
+
+    def names(formula: Any) -> list[Any]:
+        return [each for each in formula.free_symbols if each.name == "i"] if isinstance(formula, Basic) else []
+
+    def is_imaginary(formulas: Sequence[Any]) -> bool:
+        return any(isinstance(each, Basic) and not names(each) and each.doit().has(I) for each in formulas)
+
+    def with_unit(formulas: Sequence[Any]) -> list[Any]:
+        return [each.subs(dict.fromkeys(names(each), I)) if names(each) else each for each in formulas]
+
+    if is_imaginary(gold) == is_imaginary(answer):
+        return None
+    return with_unit(gold), with_unit(answer)
 
 
 def prepare() -> Callable[[Any], Any]:
@@ -49,7 +67,12 @@ def prepare() -> Callable[[Any], Any]:
         if len(request) == 1:
             return "read"
         answer = read(request[1])
-        return bool(answer) and bool(verify(gold, answer, timeout_seconds=None, raise_on_error=True))
+        if not answer:
+            return False
+        if verify(gold, answer, timeout_seconds=None, raise_on_error=True):
+            return True
+        pair = _with_imaginary_unit(gold, answer)
+        return pair is not None and bool(verify(*pair, timeout_seconds=None, raise_on_error=True))
 
     compare(["\\frac{1}{2}", "0.5"])  # loads the grammar before the first limit counts
     return compare

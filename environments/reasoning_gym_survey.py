@@ -1,9 +1,9 @@
 """Which reasoning-gym tasks may be used: `python -m environments.reasoning_gym_survey > environments/assets/…json`.
 
 A task is taken if two processes with different hash seeds draw the same and score the same, if its own right answer is
-right and a wrong one is not, if it is quick, and if its scorer never runs what a policy wrote: neither found in its
-code (a call that leads from `score_answer` to eval and its like) nor seen happening to a marked answer. Run it again
-for another release of the package.
+right and a wrong one is not, and if it is quick. If its scorer runs what a policy wrote, as found in its code (a call
+that leads from `score_answer` to eval and its like) or seen happening to a marked answer, it must be one of BOXED,
+which somebody has read. Run it again for another release of the package.
 """
 
 from __future__ import annotations
@@ -34,6 +34,22 @@ _RUNNERS: Final = frozenset(
     {"eval", "exec", "compile", "parse_expr", "sympify", "S", "simplify", "system", "popen", "run", "Popen"}
 )
 _HASH_SEEDS: Final = ("1", "2")
+BOXED: Final = {
+    "binary_matrix": "rows",
+    "bitwise_arithmetic": "rows",
+    "countdown": "formula",
+    "n_queens": "rows",
+    "number_sorting": "rows",
+    "polynomial_multiplication": "formula",
+    "puzzle24": "formula",
+    "simple_integration": "formula",
+    "spiral_matrix": "rows",
+    "string_insertion": "rows",
+}
+"""Scorers that run text, or whose code looks like it, and the form of text (environments.reasoning_gym_boxed) with
+which they do no harm and tell no lie.
+
+Not intermediate_integration: its answers may be the question, in sympy's words."""
 
 
 def main() -> None:
@@ -51,7 +67,8 @@ def main() -> None:
         found = dict(zip(names, executor.map(judge, names), strict=True))
     survey = {
         "reasoning-gym": metadata.version("reasoning-gym"),
-        "allowed": [name for name, why in found.items() if not why],
+        "allowed": [name for name, why in found.items() if not why and name not in BOXED],
+        "boxed": {name: form for name, form in BOXED.items() if not found[name]},
         "excluded": {name: why for name, why in found.items() if why},
     }
     sys.stdout.write(json.dumps(survey, indent=1) + "\n")
@@ -90,7 +107,7 @@ def look_at(task: str) -> dict[str, Any]:
 
     signal.signal(signal.SIGPROF, _too_long)
     signal.setitimer(signal.ITIMER_PROF, _TASK_S)
-    if runner := runs_text(DATASETS[task][0]):
+    if (runner := runs_text(DATASETS[task][0])) and task not in BOXED:
         return {"fault": f"its scorer may run what a policy wrote: {runner}"}
     watch = Watch()
     try:
@@ -102,7 +119,7 @@ def look_at(task: str) -> dict[str, Any]:
         return {"fault": f"fails with its default settings: {type(error).__name__}"}
     if again != items:
         return {"fault": "draws or scores otherwise the second time"}
-    if watch.seen:
+    if watch.seen and task not in BOXED:
         return {"fault": "its scorer compiles what a policy wrote"}
     if not all(item["own"] >= 0.99 for item in items):
         return {"fault": "its own answer is not scored as right"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, get_type_hints
@@ -122,6 +122,12 @@ def construct(kind: type[Environment], parameters: Mapping[str, Any]) -> Environ
             values[name] = msgspec.convert(value, known[name])
         except msgspec.ValidationError as error:
             raise ConfigError(f"parameter {name} of the environment {kind.name}: {error}") from error
+    missing = [name for name in required_parameters(kind) if name not in values]
+    if missing:
+        raise ConfigError(
+            f"the environment {kind.name} needs the parameter {missing[0]}",
+            hint=f"give it: {missing[0]} in the recipe's environment.parameters, or --parameter {missing[0]}=…",
+        )
     try:
         return kind(**values)
     except (ValueError, TypeError) as error:
@@ -134,6 +140,13 @@ def parameter_types(kind: type[Environment]) -> dict[str, Any]:
         return {}
     hints = get_type_hints(kind, include_extras=True)
     return {each.name: hints[each.name] for each in fields(kind) if not each.name.startswith("_")}
+
+
+def required_parameters(kind: type[Environment]) -> list[str]:
+    """Parameters that have no default."""
+    if not is_dataclass(kind):
+        return []
+    return [each.name for each in fields(kind) if each.init and each.default is each.default_factory is MISSING]
 
 
 def specify(environment: Environment) -> EnvironmentSpec:

@@ -33,6 +33,7 @@ class Verifiers(Environment):
     """The first `tasks` tasks of a taskset; `config` is a JSON object of the taskset's settings."""
 
     name: ClassVar[str] = "verifiers"
+    repeatable = False  # a taskset is anybody's code
 
     taskset: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")]
     tasks: Annotated[int, Meta(ge=1, le=1 << 20)] = 1024
@@ -71,7 +72,7 @@ class Verifiers(Environment):
         """The same for several, side by side."""
         fitting = [place for place, (_, text) in enumerate(pairs) if len(text) <= MAX_COMPLETION_CHARS]
         requests = [{"task": pairs[place][0].data["task"], "text": pairs[place][1]} for place in fitting]
-        found = dict(zip(fitting, self._pool.map(requests), strict=True))
+        found = dict(zip(fitting, self._pool.map(requests, allowance=self.allowance), strict=True))
         too_long = Reward(0.0, f"longer than {MAX_COMPLETION_CHARS} characters")
         return [_reward(found[place]) if place in found else too_long for place in range(len(pairs))]
 

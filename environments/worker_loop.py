@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
@@ -61,8 +62,8 @@ def serve(
     """Answer requests until standard input ends. `prepare` imports what is needed and gives the handler.
 
     The first line out is {"ready": true} or {"error": why}. Answers are {"value": …}, {"error": …} where the handler
-    raised, and {"limit": …} where memory, recursion or time ran out, which says nothing about the request. `confined`
-    denies files and, to others than root, processes and threads.
+    raised, and {"limit": …} where memory, recursion or time ran out, which says nothing about the request; each with
+    the CPU-seconds that it took, "cpu_s". `confined` denies files and, to others than root, processes and threads.
     """
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what a library prints must not be taken for an answer
@@ -79,16 +80,24 @@ def serve(
 
 
 def _answer(handle: Callable[[Any], Any], line: bytes, limits: Limits) -> bytes:
+    began = time.process_time()
+    answer = _outcome(handle, line, limits)
+    return _line({**answer, "cpu_s": time.process_time() - began})
+
+
+def _outcome(handle: Callable[[Any], Any], line: bytes, limits: Limits) -> dict[str, Any]:
     try:
-        return _line({"value": limits.run(lambda: handle(json.loads(line)))})
+        value = limits.run(lambda: handle(json.loads(line)))
+        json.dumps(value)
     except OutOfTimeError:
-        return _line({"limit": "time"})
+        return {"limit": "time"}
     except MemoryError:
-        return _line({"limit": "memory"})
+        return {"limit": "memory"}
     except RecursionError:
-        return _line({"limit": "recursion"})
+        return {"limit": "recursion"}
     except Exception as error:  # what a library raises for a text that a policy wrote is the answer to it
-        return _line({"limit": "time"} if limits.hit else {"error": _brief(error)})
+        return {"limit": "time"} if limits.hit else {"error": _brief(error)}
+    return {"value": value}
 
 
 def _limit(memory_bytes: int, *, confined: bool) -> None:

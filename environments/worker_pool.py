@@ -16,9 +16,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
+
+from environments.allowance import Allowance
 
 _START_S: Final = 120.0
 _MAX_ANSWER_BYTES: Final = 1 << 20
@@ -60,13 +63,17 @@ class WorkerPool:
         for _ in range(self.size):
             self._idle.put(None)
 
-    def call(self, request: Any) -> Any:
+    def call(self, request: Any, *, allowance: Allowance | None = None) -> Any:
         """A worker's answer. Raises CouldNotTellError or FailedError."""
         worker = self._idle.get()
         try:
             if worker is None:
                 worker = self._start()
-            value = worker.call(request, deadline_s=self.deadline_s)
+            try:
+                value = worker.call(request, deadline_s=self.deadline_s)
+            finally:
+                if allowance is not None:
+                    allowance.charge(worker.cpu_s)
         except CouldNotTellError:
             if worker is not None and worker.broken:
                 self._drop(worker)
@@ -80,13 +87,17 @@ class WorkerPool:
                 worker = None
             self._idle.put(worker)
 
-    def map(self, requests: Sequence[Any]) -> list[Any]:
-        """Answers in order, from all workers side by side; the error in place of an answer that is missing."""
+    def map(self, requests: Sequence[Any], *, allowance: Allowance | None = None) -> list[Any]:
+        """Answers in order, from all workers side by side; the error in place of an answer that is missing.
+
+        Once the allowance is used up, the rest is missing.
+        """
+        ask = partial(self._caught, allowance=allowance)
         threads = min(self.size, len(requests))
         if threads <= 1:
-            return [self._caught(request) for request in requests]
+            return [ask(request) for request in requests]
         with ThreadPoolExecutor(threads) as executor:
-            return list(executor.map(self._caught, requests))
+            return list(executor.map(ask, requests))
 
     def close(self) -> None:
         """End all workers, while no call is under way; later calls start new ones."""
@@ -96,9 +107,11 @@ class WorkerPool:
             self._idle.get()
             self._idle.put(None)
 
-    def _caught(self, request: Any) -> Any:
+    def _caught(self, request: Any, *, allowance: Allowance | None) -> Any:
+        if allowance is not None and allowance.used_up:
+            return CouldNotTellError(allowance.used_up)
         try:
-            return self.call(request)
+            return self.call(request, allowance=allowance)
         except (CouldNotTellError, FailedError) as error:
             return error
 
@@ -143,6 +156,8 @@ class _Worker:
             raise CouldNotTellError("a worker has no pipes")
         self.pid = self._process.pid
         self.calls = 0
+        self.cpu_s = 0.0
+        """Of the last call."""
         self.broken = False
         self._input, self._output = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._input, False)
@@ -156,7 +171,14 @@ class _Worker:
 
     def call(self, request: Any, *, deadline_s: float) -> Any:
         self.calls += 1
-        answer = self._exchange(json.dumps(request).encode() + b"\n", deadline_s)
+        began = time.monotonic()
+        try:
+            answer = self._exchange(json.dumps(request).encode() + b"\n", deadline_s)
+        except CouldNotTellError:
+            self.cpu_s = time.monotonic() - began  # more than it used, which it did not say
+            raise
+        spent = answer.get("cpu_s")
+        self.cpu_s = spent if isinstance(spent, float) else 0.0
         if "value" in answer:
             return answer["value"]
         if "error" in answer:

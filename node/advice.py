@@ -25,7 +25,7 @@ def next_step(status: Status) -> str:
 def _ended(status: Status) -> str:
     match status.get("state"):
         case "evicted":
-            return "look at why: intellect-node verdict show last; a new contributor needs another --data-dir"
+            return "look at why: intellect-node verdict show last; an honest node appeals: intellect-node appeal last"
         case "finished":
             return "nothing: the run is finished, and what was accepted is in its ledger"
         case "stopping":

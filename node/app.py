@@ -16,7 +16,7 @@ from typing import Final
 
 import trio
 
-from node.assembly import InferenceKind, Node, Role, build_role
+from node.assembly import InferenceKind, Role, build_role
 from node.config import NodeConfig
 from node.dashboard.routes import Dashboard
 from node.dashboard.sources import Sources
@@ -24,10 +24,12 @@ from node.datadir import DataDir
 from node.health import HealthWatch
 from node.homes import say_about, settle
 from node.identity import load_or_create_identity
+from node.joining import Node
 from node.logs import keep_log, set_up_logging
 from node.narrator import TerminalLine, narrate
 from node.oversight import Oversight, download_meter
 from node.preflight import require_ready
+from node.run_link import require_way_in
 from node.signals import leave_on_signal
 from node.status import StatusBoard, serve_status
 from p2p.bridge import AioThread
@@ -55,6 +57,7 @@ def run_node(config: NodeConfig, *, kind: InferenceKind | None = None) -> int:
         shown_level="warning" if quiet else None,
         log_format=config.log_format,
     )
+    require_way_in(config)
     gc.freeze()  # what is imported stays: the collector need not look at it again and again
     settle(config.data_dir, os.environ)
     with DataDir(config.data_dir) as data, closing(keep_log(data.path / LOG_FILE)):

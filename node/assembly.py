@@ -5,32 +5,32 @@ Services that a role needs are started in the nursery it is given, in the order 
 
 from __future__ import annotations
 
-import itertools
 import logging
-import math
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from pathlib import Path
-from typing import Final, Protocol
+from functools import partial
+from typing import Final, Literal, Protocol
 
 import trio
 
+from node.admission.entrance import Entrance
+from node.admission.invites import kept_invite
 from node.compute.process import ComputeProcess
 from node.compute.reader import RolloutReader
 from node.config import NodeConfig
 from node.dashboard import tokenizer
-from node.dashboard.sources import Sources, from_relay_store, from_relays
+from node.dashboard.sources import from_relay_store, from_relays
 from node.dashboard.watch import WatchParts, WatchRole
-from node.datadir import DataDir
 from node.feeds import Feeds
+from node.heartbeats import Heartbeats, Pulse
 from node.inference.outbox import Outbox
 from node.inference.role import InferenceParts, InferenceRole
+from node.joining import Node, join_swarm, show_discovery
 from node.ledger.follow import LedgerFollower
 from node.ledger.log import LedgerLog
 from node.ledger.witness import DIRECTORY as FORKS
 from node.ledger.witness import HEAD_FILE, ForkWitness
+from node.machine_check import require_machine
 from node.policies import Policies
 from node.progress import DownloadProgress
 from node.relay.desk import RelayDesk
@@ -38,21 +38,20 @@ from node.relay.door import DoorLimits
 from node.relay.role import RelayParts, RelayRole
 from node.relay.store import RelayStore
 from node.run_create import require_model
+from node.run_link import join_line, known_peers
 from node.run_pointer import run_pointer
 from node.run_show import load_run
-from node.status import StatusBoard
 from node.swarm import Swarm
 from node.trainer.collector import Collector
 from node.trainer.monitor import build_monitor
 from node.trainer.role import TrainerParts, TrainerRole
+from node.validator.bench import judging_kinds
 from node.validator.docket import Docket
 from node.validator.duplicates import AnswerIndex
 from node.validator.role import ValidatorParts, ValidatorRole
 from node.validator.suspicion import Suspicions
-from p2p.bridge import AioThread
-from p2p.contacts import Contacts
 from p2p.discovery import P2PNode
-from p2p.http import HttpClient, HttpServer
+from p2p.http import HttpServer
 from p2p.shardcast.client import CheckpointClient
 from p2p.shardcast.fan_out import FanOut
 from p2p.shardcast.origin import OriginDoor, origin_routes
@@ -61,46 +60,17 @@ from p2p.shardcast.store import CheckpointStore
 from p2p.tls import load_or_create_certificate
 from protocol.checkpoint import CheckpointRules
 from protocol.envelope import Signed
-from protocol.errors import BootstrapError, ConfigError, NodeError, RelayError
-from protocol.identity import Identity, PeerId
+from protocol.errors import ConfigError
+from protocol.identity import PeerId
 from protocol.ledger import LedgerState
-from protocol.records import Manifest, Submission, Verdict
-from protocol.run import RunAddress
+from protocol.records import Admission, Appeal, Manifest, Submission, Verdict
 from trainer.recipe import load_recipe
 
 log = logging.getLogger(__name__)
 
 SPARE_CHECKPOINTS: Final = 3
 """Policies kept beyond the staleness bound, for submissions that are still on their way."""
-EXPLAIN_S: Final = 2.0
-EXPLAIN_EVERY: Final = 5
-SHOW_DISCOVERY_S: Final = 5.0
-
-
-@dataclass(frozen=True)
-class Node:
-    """What every role is built upon."""
-
-    config: NodeConfig
-    data: DataDir
-    identity: Identity
-    board: StatusBoard
-    aio: AioThread
-    http: HttpClient
-    sources: Sources
-    """What its dashboard shows."""
-
-    @property
-    def address(self) -> RunAddress:
-        return self.config.run_address
-
-    @cached_property
-    def contacts(self) -> Contacts:
-        """How this node is let in at relays."""
-        return Contacts(self.identity, self.address.digest)
-
-    def path(self, name: str) -> Path:
-        return self.data.path / name
+MAX_SPARE: Final = 64
 
 
 class Role(Protocol):
@@ -146,7 +116,7 @@ async def _relay(node: Node, services: trio.Nursery) -> Role:
         data_dir=node.data.path,
     )
     await services.start(p2p.run)
-    services.start_soon(_show_discovery, p2p, node.board)
+    services.start_soon(show_discovery, p2p, node.board)
     store = RelayStore(
         node.data.sub("relay"),
         max_bytes=node.config.disk_quota_bytes,
@@ -177,6 +147,7 @@ async def _relay(node: Node, services: trio.Nursery) -> Role:
             http_host=node.config.http_host,
             http_port=node.config.http_port,
             public_url=node.config.public_url,
+            data_dir=node.data.path,
             stay=node.config.stay,
         )
     )
@@ -198,8 +169,11 @@ def _door_limits(config: NodeConfig) -> DoorLimits:
 
 async def _inference(node: Node, services: trio.Nursery, kind: InferenceKind) -> Role:
     compute = await _compute(node, services, kind.module, kind.args)
-    _, swarm = await _swarm(node, services)
-    outbox = Outbox(node.path("outbox.sqlite"))
+    _, swarm = await join_swarm(node, services)
+    await require_machine(swarm.manifest.record.environment)
+    outbox = Outbox(node.path("outbox.sqlite"), quorum=swarm.manifest.record.quorum)
+    invite = kept_invite(node.data.path, node.config.invite, swarm.manifest)
+    _start_heart(node, services, swarm, role="inference")
     services.start_soon(node.sources.follow, partial(_follower, node, swarm, _witness(node, swarm)))
     node.sources.obtain = from_relays(swarm, node.data.sub("shown"), own=outbox)
     return kind.new_role(
@@ -212,6 +186,7 @@ async def _inference(node: Node, services: trio.Nursery, kind: InferenceKind) ->
             feeds=await _feeds(node, services, swarm, kinds=[Verdict.KIND], about=node.identity.peer_id, keep=True),
             board=node.board,
             work_dir=node.data.sub("rollouts"),
+            entrance=Entrance(node.identity, swarm, directory=node.data.path, invite=invite),
             tests_itself=kind == InferenceKind(),
         )
     )
@@ -221,8 +196,10 @@ async def _validator(node: Node, services: trio.Nursery) -> Role:
     compute = await _compute(node, services, "node.validator.compute")
     screening = await _compute(node, services, "node.validator.screening", log_name="screening.log")
     reader = await _reader(node, services)
-    _, swarm = await _swarm(node, services)
+    _, swarm = await join_swarm(node, services)
     _require_validator(swarm.manifest, node.identity.peer_id, node.config)
+    await require_machine(swarm.manifest.record.environment)
+    _start_heart(node, services, swarm, role="validator")
     ledger = _follower(node, swarm, _witness(node, swarm))
     await services.start(ledger.run)
     node.sources.ledger = lambda: ledger.state
@@ -231,7 +208,7 @@ async def _validator(node: Node, services: trio.Nursery) -> Role:
         ValidatorParts(
             identity=node.identity,
             swarm=swarm,
-            policies=await _policies(node, services, swarm),
+            policies=await _policies(node, services, swarm, spare=_spare_for_appeals(swarm.manifest.record)),
             compute=compute,
             screening=screening,
             reader=reader,
@@ -239,7 +216,7 @@ async def _validator(node: Node, services: trio.Nursery) -> Role:
             answers=AnswerIndex(node.path("answers.sqlite")),
             suspicions=Suspicions(node.path("docket.sqlite")),
             ledger=ledger,
-            feeds=await _feeds(node, services, swarm, kinds=[Submission.KIND], keep=True),
+            feeds=await _feeds(node, services, swarm, kinds=judging_kinds(swarm.manifest.record), keep=True),
             board=node.board,
             work_dir=node.data.sub("rollouts"),
         )
@@ -249,10 +226,13 @@ async def _validator(node: Node, services: trio.Nursery) -> Role:
 async def _trainer(node: Node, services: trio.Nursery) -> Role:
     manifest = _own_run(node)
     run_dir = node.path("run")
+    recipe = load_recipe(run_dir / "recipe.toml")
+    if recipe.evaluation.every_steps:
+        await require_machine(manifest.record.environment)
     compute = await _compute(
         node, services, "node.trainer.compute", [str(node.data.sub("training")), str(run_dir / "recipe.toml")]
     )
-    ledger = LedgerLog(node.path("ledger"), LedgerState(manifest.id, manifest.record))
+    ledger = LedgerLog(node.path("ledger"), LedgerState(manifest.id, manifest.record, operator=manifest.author))
     store = CheckpointStore(node.data.sub("checkpoints"), keep=manifest.record.batch.max_staleness + SPARE_CHECKPOINTS)
     door = OriginDoor()
     certificate = load_or_create_certificate(node.data.path)
@@ -271,9 +251,13 @@ async def _trainer(node: Node, services: trio.Nursery) -> Role:
         middlewares=[door.middleware],
     )
     address = await services.start(origin.run)
-    p2p, swarm = await _swarm(node, services, manifest)
+    p2p, swarm = await join_swarm(node, services, manifest)
     services.start_soon(p2p.publish_run, partial(run_pointer, node.identity, manifest))
-    feeds = await _feeds(node, services, swarm, kinds=[Submission.KIND, Verdict.KIND], keep=False)
+    node.board.details(join=join_line(node.address, node.config.bootstrap or known_peers(node.data.path)))
+    _start_heart(node, services, swarm, role="trainer")
+    feeds = await _feeds(
+        node, services, swarm, kinds=[Submission.KIND, Verdict.KIND, Admission.KIND, Appeal.KIND], keep=False
+    )
     node.sources.ledger = lambda: ledger.state
     node.sources.obtain = from_relays(swarm, node.data.sub("shown"))
     node.sources.tokenizer = tokenizer.of_newest_policy(store)
@@ -290,7 +274,7 @@ async def _trainer(node: Node, services: trio.Nursery) -> Role:
             monitor=await build_monitor(
                 node.data.sub("metrics"),
                 manifest,
-                load_recipe(run_dir / "recipe.toml"),
+                recipe,
                 board=node.board,
                 start=partial(_compute, node, services, essential=False),
             ),
@@ -304,7 +288,7 @@ async def _trainer(node: Node, services: trio.Nursery) -> Role:
 
 
 async def _watch(node: Node, services: trio.Nursery) -> Role:
-    _, swarm = await _swarm(node, services)
+    _, swarm = await join_swarm(node, services)
     services.start_soon(node.sources.follow, partial(_follower, node, swarm, _witness(node, swarm)))
     node.sources.obtain = from_relays(swarm, node.data.sub("shown"))
     node.sources.tokenizer = tokenizer.from_relays(swarm, node.http, node.data.sub("tokenizer"))
@@ -313,8 +297,16 @@ async def _watch(node: Node, services: trio.Nursery) -> Role:
 
 def _follower(node: Node, swarm: Swarm, witness: ForkWitness) -> LedgerFollower:
     manifest = swarm.manifest
-    ledger = LedgerLog(node.path("ledger"), LedgerState(manifest.id, manifest.record), mends=True)
+    state = LedgerState(manifest.id, manifest.record, operator=manifest.author)
+    ledger = LedgerLog(node.path("ledger"), state, mends=True)
     return LedgerFollower(swarm, ledger, witness)
+
+
+def _start_heart(
+    node: Node, services: trio.Nursery, swarm: Swarm, *, role: Literal["trainer", "inference", "validator"]
+) -> None:
+    pulse = Pulse(node.identity, swarm.manifest.id, node.board, role=role, data_dir=node.data.path)
+    services.start_soon(Heartbeats(pulse, swarm, node.board, obeys_clocks=role != "trainer").run)
 
 
 def _witness(node: Node, swarm: Swarm) -> ForkWitness:
@@ -324,86 +316,15 @@ def _witness(node: Node, swarm: Swarm) -> ForkWitness:
     return witness
 
 
-async def _swarm(node: Node, services: trio.Nursery, manifest: Signed[Manifest] | None = None) -> tuple[P2PNode, Swarm]:
-    """Join discovery as a client: find the run's manifest and relays, follow its head. Raises NodeError."""
-    if not node.config.bootstrap and not any(node.path(name).exists() for name in ("peers.json", "swarm.cache")):
-        raise BootstrapError(
-            "no bootstrap address is given, and this node remembers no peers from an earlier start",
-            hint="ask the run's operator for one and give it: --bootstrap /ip4/…/tcp/8471/p2p/<relay's peer id>",
-        )
-    p2p = P2PNode(
-        node.identity,
-        listen=(),
-        announce=(),
-        bootstrap=node.config.bootstrap,
-        dht_server=False,
-        run_address=node.address,
-        data_dir=node.data.path,
-    )
-    swarm = Swarm(
-        node.address,
-        node.http,
-        contacts=node.contacts,
-        find_relays=p2p.find_relays,
-        find_manifest=partial(p2p.find_run, node.address),
-        board=node.board,
-        manifest=manifest,
-        cache_path=node.path("swarm.cache"),
-        follow_head=manifest is None,
-    )
-    await services.start(p2p.run)
-    services.start_soon(_show_discovery, p2p, node.board)
-    await services.start(swarm.run)
-    async with _explaining(node.board, lambda: f"the run's manifest; {p2p.bootstrap_state}"):
-        with trio.move_on_after(node.config.join_timeout_s or math.inf) as joining:
-            await swarm.wait_manifest()
-    if joining.cancelled_caught:
-        raise _not_found(node, p2p)
-    return p2p, swarm
+def _spare_for_appeals(manifest: Manifest) -> int:
+    """Policies that a validator keeps beyond others: what was rejected within the window may come before it again."""
+    return min(manifest.credits.maturity_steps, MAX_SPARE) if len(manifest.validators) > manifest.quorum else 0
 
 
-async def _show_discovery(p2p: P2PNode, board: StatusBoard) -> None:
-    """Keep on the board whom this node knows in the DHT, for `intellect-node peers`."""
-    while True:
-        board.details(discovery=p2p.describe())
-        await trio.sleep(SHOW_DISCOVERY_S)
-
-
-def _not_found(node: Node, p2p: P2PNode) -> NodeError:
-    """Why a node that was never in its run could not join."""
-    waited = f"within {node.config.join_timeout_s:g} s"
-    if not p2p.dht_peers:
-        return BootstrapError(
-            f"no bootstrap peer could be reached {waited}: {p2p.bootstrap_state}",
-            hint="check the addresses and this computer's network, or ask the operator for another --bootstrap",
-        )
-    return RelayError(
-        f"nobody knows the run {node.address} {waited}; {p2p.dht_peers} peers were asked",
-        hint="check --run letter by letter with the operator, and that the run's trainer is up",
-    )
-
-
-@asynccontextmanager
-async def _explaining(board: StatusBoard, waits_for: Callable[[], str]) -> AsyncIterator[None]:
-    """Say on the board, and now and then in the log, what a block waits for."""
-
-    async def explain() -> None:
-        for count in itertools.count():
-            board.waiting(waits_for())
-            if count % EXPLAIN_EVERY == EXPLAIN_EVERY - 1:
-                log.info("waiting for %s", waits_for())
-            await trio.sleep(EXPLAIN_S)
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(explain)
-        yield
-        nursery.cancel_scope.cancel()
-
-
-async def _policies(node: Node, services: trio.Nursery, swarm: Swarm) -> Policies:
+async def _policies(node: Node, services: trio.Nursery, swarm: Swarm, *, spare: int = 0) -> Policies:
     store = CheckpointStore(
         node.data.sub("checkpoints"),
-        keep=swarm.manifest.record.batch.max_staleness + SPARE_CHECKPOINTS,
+        keep=swarm.manifest.record.batch.max_staleness + SPARE_CHECKPOINTS + spare,
         max_bytes=node.config.policies_quota_bytes,
     )
     node.board.details(policies_quota=node.config.policies_quota_bytes, policies_bytes=store.held_bytes)
@@ -426,7 +347,8 @@ async def _feeds(
     node: Node, services: trio.Nursery, swarm: Swarm, *, kinds: Sequence[str], about: PeerId | None = None, keep: bool
 ) -> Feeds:
     path = node.path("feeds.json") if keep else None
-    feeds = Feeds(lambda: swarm.clients, kinds=kinds, cursors_path=path, about=about)
+    clients = (lambda: swarm.clients) if about is None else partial(swarm.near, about)
+    feeds = Feeds(clients, kinds=kinds, cursors_path=path, about=about)
     await services.start(feeds.run)
     return feeds
 

@@ -132,6 +132,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     recipe: str | None = None
     dtype: str = "float32"
     device: str = "cpu"
+    engine: str = "torch"
     threads: int = 1
     rollouts: int = 384
 
@@ -200,6 +201,7 @@ async def _measure(plan: Plan, manifest: Manifest, model_dir: Path, say: Say) ->
                 manifest=msgspec.msgpack.encode(manifest),
                 dtype=plan.dtype,
                 device=plan.device,
+                engine=plan.engine,
                 batch=batch,
                 rollouts=share,
                 first=1000 * batch,

@@ -7,7 +7,9 @@ and gives the differences as numbers, one list for each limit of the manifest's 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,8 +18,10 @@ import msgspec
 from node.compute.serve import serve
 from node.engines.assignment import Work, derive_work, sampling_params
 from node.engines.base import Engine
+from node.engines.registry import engine_factory
 from node.engines.tokenizer import Tokenizer
 from node.engines.torch_engine import TorchEngine
+from node.engines.turns import play_turns
 from node.inference.compute import RolloutWorker
 from node.validator.checks import (
     FULL_TOKENS,
@@ -30,7 +34,7 @@ from node.validator.checks import (
 from node.validator.measure import MeasuredRollout, Measurer, evidence, token_numbers
 from protocol.constants import PROOF_CHUNK_TOKENS
 from protocol.records import Manifest, Tolerance
-from protocol.rollouts import Rollout
+from protocol.rollouts import Rollout, split_turns
 from protocol.seeds import submission_seed
 
 _CHECKPOINT: Final = bytes(32)
@@ -40,22 +44,34 @@ _CHECKPOINT: Final = bytes(32)
 class Calibrator:
     """Generates and measures with one policy."""
 
-    def __init__(self, new_engine: Callable[..., Engine] = TorchEngine) -> None:
-        self._new_engine = new_engine
+    def __init__(self) -> None:
         self._reference: tuple[str, Engine] | None = None
 
     def measure(
-        self, model_dir: str, manifest: bytes, dtype: str, device: str, batch: int, rollouts: int, first: int = 0
+        self,
+        model_dir: str,
+        manifest: bytes,
+        dtype: str,
+        device: str,
+        batch: int,
+        rollouts: int,
+        first: int = 0,
+        engine: str = "torch",
     ) -> dict[str, Any]:
-        """Measure at least one and about `rollouts` answers, generated `batch` at a time.
+        """Measure at least one and about `rollouts` answers, generated `batch` at a time; turns count one by one.
 
         `manifest` is the record, as msgpack; `first` is the submission index to begin with, so that other calls answer
         other prompts. Gives engine, dtype, rollouts, tokens, match, generate_s, check_s, rejected (why each submission
         that would be), evidence (node.validator.measure) and values: a list for each limit of Tolerance, what is looser
         for short answers scaled back.
         """
+        with closing(engine_factory(engine)(dtype=dtype, device=device, max_batch=batch)) as made:
+            return self._measure(RolloutWorker(made), model_dir, manifest, rollouts=rollouts, first=first)
+
+    def _measure(
+        self, worker: RolloutWorker, model_dir: str, manifest: bytes, *, rollouts: int, first: int
+    ) -> dict[str, Any]:
         run = msgspec.msgpack.decode(manifest, type=Manifest)
-        worker = RolloutWorker(self._new_engine(dtype=dtype, device=device, max_batch=batch))
         worker.load(model_dir, _CHECKPOINT)
         tokenizer = Tokenizer(Path(model_dir))
         measured: list[list[MeasuredRollout]] = []
@@ -70,7 +86,7 @@ class Calibrator:
             measured.append(self._check(model_dir, run, work, part, seconds))
             left -= len(part)
         info = worker.engine.info
-        rejected = _rejected(measured, run.tolerances.get(dtype))
+        rejected = _rejected(measured, run.tolerances.get(info.dtype))
         return {
             "engine": f"{info.name} {info.version}",
             "dtype": info.dtype,
@@ -82,18 +98,19 @@ class Calibrator:
         self, model_dir: str, run: Manifest, work: Work, rollouts: Sequence[Rollout], seconds: list[float]
     ) -> list[MeasuredRollout]:
         if self._reference is None or self._reference[0] != model_dir:
-            engine = self._new_engine(dtype="float32", device="cpu")
+            engine = TorchEngine(dtype="float32", device="cpu")
             engine.load(Path(model_dir))
             self._reference = (model_dir, engine)
+        turns = [turn for rollout in rollouts for turn in split_turns(rollout, work.group_size)]
         started = time.monotonic()
         measurer = Measurer(
-            rollouts,
+            turns,
             work.noise_seed,
             temperature=run.rollout.temperature,
             top_k=run.toploc.top_k,
             vocab_size=run.model.vocab_size,
         )
-        for prefill in self._reference[1].prefill([(rollout.prompt_ids, rollout.output_ids) for rollout in rollouts]):
+        for prefill in self._reference[1].prefill([(turn.prompt_ids, turn.output_ids) for turn in turns]):
             measurer.add(prefill)
         results = measurer.results()
         seconds[1] += time.monotonic() - started
@@ -103,7 +120,8 @@ class Calibrator:
 def _generate(worker: RolloutWorker, work: Work, run: Manifest, *, limit: int, seconds: list[float]) -> list[Rollout]:
     """A submission's answers, or its first `limit` ones."""
     started = time.monotonic()
-    generations = worker.engine.generate(worker.requests(work)[:limit], sampling_params(run))
+    ask = partial(worker.engine.generate, sampling=sampling_params(run))
+    generations = play_turns(work, run, ask(worker.requests(work)[:limit]), ask)
     seconds[0] += time.monotonic() - started
     return worker.rollouts(work, generations)
 

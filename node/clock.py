@@ -6,6 +6,9 @@ from typing import Final
 from protocol.constants import MAX_CLOCK_SKEW_S
 
 SET_CLOCK: Final = "timedatectl set-ntp true"
+WARN_SKEW_S: Final = 10.0
+MAX_NODE_SKEW_S: Final = 300.0
+"""A node whose clock is further off than this does not work: others would refuse much of what it signs."""
 
 
 def now_ms() -> int:

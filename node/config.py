@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
@@ -58,17 +58,26 @@ class NodeConfig(Struct, frozen=True, kw_only=True):
     role: Annotated[
         Role, Meta(description="What this node does: trainer, relay, inference, validator; watch only looks on.")
     ]
-    run: Annotated[str, Meta(description="Address of the run, <operator peer id>/<name>.")]
+    run: Annotated[
+        str,
+        Meta(
+            description="Address of the run, <operator peer id>/<name>, alone or with peers to find it through: "
+            "<address>@<multiaddr>[,<multiaddr>…]."
+        ),
+    ]
     bootstrap: Annotated[
         tuple[str, ...],
         Meta(
-            description="Peers to find the run through: multiaddrs that end in /p2p/<peer id>, /dnsaddr/<name>, or "
-            "@<file> with one a line. The first relay of a run needs none."
+            description="More peers to find the run through: multiaddrs that end in /p2p/<peer id>, /dnsaddr/<name>, "
+            "or @<file> with one a line. The first relay of a run needs none."
         ),
     ] = ()
     data_dir: Annotated[
         Path, Meta(description="Directory of this node's key and state; one node at a time uses it.")
     ] = Path("~/.local/share/intellect-node/<role>-<run>")
+    invite: Annotated[
+        str, Meta(description="File of an invite, for a run that takes only who was invited; needed once.")
+    ] = ""
     listen: Annotated[
         tuple[str, ...], Meta(description="Multiaddrs that a relay listens on for other peers (DHT).")
     ] = ("/ip4/0.0.0.0/tcp/8471",)
@@ -273,6 +282,7 @@ GROUPS: Final = {
         "run",
         "bootstrap",
         "data_dir",
+        "invite",
         "join_timeout_s",
         "leave_deadline_s",
         "log_level",
@@ -349,16 +359,27 @@ def resolve(
     for name in ("role", "run"):
         if name not in values:
             raise ConfigError(f"no {name} is given", hint=_MISSING[name])
+    _take_peers(values, sources)
     return Resolved(_built(values, sources, os.environ if environ is None else environ), sources)
 
 
 def _built(values: Mapping[str, Any], sources: Mapping[str, str], environ: Mapping[str, str]) -> NodeConfig:
-    address = check_run(values["run"], sources["run"])
+    address = RunAddress.parse(values["run"])
     chosen = sources["data_dir"] != "default"
     path = expand(values["data_dir"]) if chosen else default_home(values["role"], address, environ)
     config = NodeConfig(**{**values, "data_dir": path})
     check_addresses(config, sources)
     return config
+
+
+def _take_peers(values: dict[str, Any], sources: dict[str, str]) -> None:
+    """The peers that came with the run's address are bootstrap peers, before those that were given as such."""
+    link = check_run(values["run"], sources["run"])
+    values["run"] = str(link.address)
+    if link.peers:
+        also = "" if sources["bootstrap"] == "default" else f" and {sources['bootstrap']}"
+        values["bootstrap"] = tuple(dict.fromkeys([*link.peers, *values["bootstrap"]]))
+        sources["bootstrap"] = f"{sources['run']}{also}"
 
 
 def passphrase_from(environ: Mapping[str, str]) -> str:
@@ -373,7 +394,7 @@ def file_settings(file: Path) -> dict[str, Any]:
 
 _MISSING: Final = {
     "role": "give --role trainer, relay, inference or validator; see `intellect-node --help`",
-    "run": "give --run <operator peer id>/<name>, as `intellect-node run create` printed it to the run's operator",
+    "run": "give --run <operator peer id>/<name>@<multiaddr of a relay>, as the run's operator hands it on",
 }
 
 
@@ -443,7 +464,22 @@ def _convert(name: str, value: Any, source: str) -> Any:
     try:
         return msgspec.convert(value, _field_types()[name], strict=False, dec_hook=_from_text)
     except (msgspec.ValidationError, ValueError) as error:
-        raise ConfigError(f"{name} from {source}: {error}", hint=describe(name)) from error
+        raise ConfigError(f"{name} from {source}: {_misfit(name, value, str(error))}", hint=describe(name)) from error
+
+
+def _misfit(name: str, value: Any, problem: str) -> str:
+    """What is wrong with a value, in words: neither a pattern nor a bare "invalid"."""
+    if allowed := choices(name):
+        return f"{str(value)[:80]!r} is none of {', '.join(allowed)}"
+    if "matching regex" in problem:
+        return f"{str(value)[:80]!r} is not how it is written"
+    return problem
+
+
+def choices(name: str) -> tuple[str, ...]:
+    """The values that a setting may have, where they are a fixed few."""
+    plain = _field_types()[name].__origin__
+    return get_args(plain) if get_origin(plain) is Literal else ()
 
 
 def _from_text(kind: type, value: Any) -> Any:

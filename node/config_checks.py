@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
+from node.run_link import PEER_HINT, RunLink, check_peer
 from protocol.errors import ConfigError, MalformedError
 from protocol.identity import PeerId
-from protocol.run import RunAddress
 
 if TYPE_CHECKING:
     from node.config import NodeConfig
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 _WEBHOOK: Final = re.compile(r"^(https://[^\s/]+|http://(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?)(/\S*)?$")
 
 
-def check_run(text: str, source: str) -> RunAddress:
-    """A run's address. Raises ConfigError."""
+def check_run(text: str, source: str) -> RunLink:
+    """A run's address, with peers or without. Raises ConfigError."""
     try:
-        return RunAddress.parse(text)
+        return RunLink.parse(text)
     except MalformedError as error:
         raise ConfigError(f"run from {source}: {error.message}", hint=error.hint) from error
 
@@ -70,16 +70,9 @@ def _check_peer_id(text: str, source: str) -> None:
 
 
 def _check_bootstrap(address: str, source: str) -> None:
-    if address.startswith("@") or re.match(r"^/dnsaddr/[A-Za-z0-9_.-]{1,253}(/p2p/[1-9A-HJ-NP-Za-km-z]+)?$", address):
+    if address.startswith("@"):
         return  # what stands there is looked at when the node starts
-    transport, found, peer = address.rpartition("/p2p/")
     try:
-        if not found or not re.match(r"^/(ip4|ip6|dns|dns4|dns6)/[^/]+/tcp/[0-9]+$", transport):
-            raise MalformedError("it has no /tcp/<port> or no /p2p/<peer id>")
-        PeerId.parse(peer)
+        check_peer(address)
     except MalformedError as error:
-        raise ConfigError(
-            f"bootstrap from {source}: {address[:120]!r} is no address of a peer: {error.message}",
-            hint="write /ip4/<address>/tcp/<port>/p2p/<peer id>, as a relay prints it when it starts, "
-            "or /dnsaddr/<name>, or @<file>",
-        ) from error
+        raise ConfigError(f"bootstrap from {source}: {error.message}", hint=f"{PEER_HINT}, or @<file>") from error

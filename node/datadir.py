@@ -97,7 +97,8 @@ def _lock(path: Path) -> int:
         os.close(descriptor)
         raise DataDirError(
             f"{path.parent} is in use by another node (process {holder})",
-            hint=f"give each node its own --data-dir, or stop the other one: kill {holder}",
+            hint="give each node its own --data-dir, or have the other one leave: "
+            f"intellect-node leave --data-dir {path.parent}",
         ) from error
     except OSError as error:
         os.close(descriptor)

@@ -21,10 +21,11 @@ from rich.text import Text
 
 from node.clock import now_ms
 from node.logs import printable
+from node.run_link import known_peers
 from node.status_view import TIMEOUT_S, fetch_status
+from node.swarm import remembered_manifest
 from p2p.dht_records import parse_key, relay_key, run_key
 from p2p.discovery import P2PNode
-from p2p.peers import PeerBook
 from protocol.envelope import Signed
 from protocol.errors import BootstrapError, ConfigError, MalformedError, NodeError
 from protocol.identity import Identity, PeerId
@@ -100,7 +101,7 @@ def joined(data_dir: Path, run: str | None, bootstrap: Sequence[str], ask: Ask, 
     """What `ask` finds with a client that joins for a moment. Raises NodeError when nobody could be asked."""
     ends_at = time.monotonic() + timeout_s
     running = {} if run and bootstrap else _status_of(data_dir, min(TIMEOUT_S, timeout_s / 2))
-    address = RunAddress.parse(run or _run_of(running))
+    address = RunAddress.parse(run or _remembered_run(data_dir) or _run_of(running))
     with tempfile.TemporaryDirectory() as scratch:
         node = P2PNode(
             Identity(os.urandom(32)),
@@ -133,6 +134,12 @@ def _status_of(data_dir: Path, timeout_s: float) -> dict[str, Any]:
         return {"error": error.message}
 
 
+def _remembered_run(data_dir: Path) -> str:
+    """The run that a node of the directory was in; empty where none was."""
+    manifest = remembered_manifest(data_dir / "swarm.cache")
+    return "" if manifest is None else str(RunAddress(manifest.author, manifest.record.name))
+
+
 def _run_of(status: dict[str, Any]) -> str:
     if "error" in status:
         raise ConfigError(f"no --run is given, and {status['error']}", hint="give --run <operator peer id>/<name>")
@@ -141,16 +148,13 @@ def _run_of(status: dict[str, Any]) -> str:
 
 def _known_to(data_dir: Path, status: dict[str, Any]) -> list[str]:
     """Addresses of peers that the directory's node has heard of, and of itself if it is a relay."""
-    found = [
-        f"{address}/p2p/{peer.peer_id}"
-        for peer in PeerBook(data_dir / "peers.json").peers
-        for address in peer.addresses[:1]
-    ]
+    found = known_peers(data_dir)
     found += status.get("details", {}).get("discovery", {}).get("multiaddrs", [])
     if not found:
         raise BootstrapError(
             f"no --bootstrap is given, and {data_dir} remembers no peers",
-            hint="give --bootstrap /ip4/<address>/tcp/<port>/p2p/<peer id>, as a relay prints it when it starts",
+            hint="give --run <address>@/ip4/<address>/tcp/<port>/p2p/<peer id>, as the operator hands it on, or the "
+            "same as --bootstrap /ip4/<address>/tcp/<port>/p2p/<peer id>",
         )
     return found[:MAX_ADDRESSES]
 

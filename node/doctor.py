@@ -27,6 +27,7 @@ from node.held import held_run, newest_policy
 from node.homes import about, chosen_home
 from node.inference.role import LOAD_TIMEOUT_S, run_self_test
 from node.logs import printable
+from node.machine_check import machine_fault
 from node.preflight import COMPUTES, Finding, examine_locally
 from node.run_create import model_directory
 from node.version_check import Reported, ask_relays
@@ -35,12 +36,10 @@ from p2p.discovery import P2PNode
 from protocol.constants import MAX_CLOCK_SKEW_S
 from protocol.errors import DataDirError, NodeError
 from protocol.identity import PeerId
-from protocol.records import Manifest
+from protocol.records import EnvironmentSpec, Manifest
 from protocol.run import RunAddress
 from trainer.recipe import load_recipe
 
-NEEDS_SANDBOX: Final = ("code",)
-"""Environments that run what models write."""
 _MARKS: Final = {"ok": "ok     ", "warning": "warning", "failed": "FAILED ", "skipped": "-      "}
 _SOME_RUN: Final = f"{PeerId(bytes(32))}/none"
 
@@ -154,19 +153,22 @@ def _clocks(reported: Sequence[Reported]) -> Iterator[Finding]:
 
 
 def _sandbox(patient: Patient) -> Finding:
+    """What start-up asks once it knows the run; where no run is held here, whether programs could be isolated."""
+    spec = _environment(patient.config.data_dir)
+    fault = machine_fault(spec) if spec is not None and patient.config.role in COMPUTES else None
+    if fault is not None:
+        return Finding("sandbox", "failed", fault.message, fault.hint)
     status = sandbox_status()
-    needed = _environment(patient.config.data_dir) in NEEDS_SANDBOX
-    what = f"{status.kind} (Python {status.python}): {status.reason}" if status.works else status.reason
     if status.works:
-        return Finding("sandbox", "ok", what, status.fix if needed else "")
-    return Finding("sandbox", "failed" if needed else "warning", f"{what}; runs of code problems need it", status.fix)
+        return Finding("sandbox", "ok", f"{status.kind} (Python {status.python}): {status.reason}")
+    return Finding("sandbox", "warning", f"{status.reason}; runs of code problems need it", status.fix)
 
 
-def _environment(data_dir: Path) -> str:
+def _environment(data_dir: Path) -> EnvironmentSpec | None:
     try:
-        return held_run(data_dir).record.environment.name
+        return held_run(data_dir).record.environment
     except NodeError:
-        return ""
+        return None
 
 
 def _engine(patient: Patient) -> list[Finding]:

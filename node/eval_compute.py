@@ -76,6 +76,14 @@ def evaluate_environment(plan: Plan, *, progress: Progress | None = None) -> Eva
         top_k_proof=0,
     )
     try:
-        return evaluate(engine, tokenizer, work, sampling, pass_at=plan.pass_at, progress=progress)
+        return evaluate(
+            engine,
+            tokenizer,
+            work,
+            sampling,
+            max_model_len=spec.max_model_len,
+            pass_at=plan.pass_at,
+            progress=progress,
+        )
     finally:
         environment.close()

@@ -7,6 +7,7 @@ what a run adds to them for training, such as a reward for length, is left out. 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -14,8 +15,11 @@ import msgspec
 from environments.base import Environment
 from node.engines.assignment import Assignment, Work, derive_work, prompt_ids, sampling_params
 from node.engines.base import Engine, Generation, GenerationRequest, SamplingParams
+from node.engines.rewards import answer_text, judge
 from node.engines.tokenizer import Tokenizer
+from node.engines.turns import Room, go_on, turns_of
 from protocol.records import Manifest
+from protocol.rollouts import emitted_spans
 from protocol.seeds import prompt_seed
 from trainer.evaluation import Answer, Evaluation, summarise
 from trainer.recipe import EvaluationSettings
@@ -31,7 +35,7 @@ def held_out_work(environment: Environment, tokenizer: Tokenizer, *, seed: bytes
     """`samples` answers to each of `prompts` tasks that a held-out seed (protocol.seeds) draws."""
     tasks = [environment.task(prompt_seed(seed, index)) for index in range(prompts)]
     assignments = [Assignment(task, prompt_ids(task, tokenizer)) for task in tasks]
-    return Work(seed, environment, assignments, samples)
+    return Work(seed, environment, assignments, samples, tokenizer=tokenizer)
 
 
 def run_work(manifest: Manifest, tokenizer: Tokenizer, settings: EvaluationSettings, *, seed: bytes) -> Work:
@@ -59,16 +63,20 @@ def evaluate(
     work: Work,
     sampling: SamplingParams,
     *,
+    max_model_len: int,
     pass_at: Sequence[int],
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Answer and judge everything. The engine holds the policy already. Raises ModelError or ConfigError."""
+    """Answer and judge everything, all turns of it. The engine holds the policy already.
+
+    `max_model_len`: tokens of a prompt with its answer at most. Raises ModelError or ConfigError.
+    """
+    room = Room(sampling.max_new_tokens, max_model_len)
     answers: list[Answer] = []
     for part in _parts(work):
         requests = [GenerationRequest(work.assignments[p].prompt_ids, work.noise_seed(p, m)) for p, m in part]
-        generations = engine.generate(requests, sampling)
-        judged = zip(part, generations, strict=True)
-        answers += [_judge(work, prompt, generation, tokenizer) for (prompt, _), generation in judged]
+        ask = partial(engine.generate, sampling=sampling)
+        answers += _judged(work, part, go_on(work, room, part, ask(requests), ask), tokenizer)
         if progress is not None:
             progress(len(answers), len(work.assignments) * work.group_size)
     size = work.group_size
@@ -82,9 +90,19 @@ def _parts(work: Work) -> Iterator[list[tuple[int, int]]]:
         yield every[start : start + BATCH]
 
 
-def _judge(work: Work, prompt: int, generation: Generation, tokenizer: Tokenizer) -> Answer:
-    stopped = generation.finish_reason == "stop"
-    stop_ids = generation.output_ids[-1:] if stopped else ()
-    completion = tokenizer.decode(generation.output_ids, stop_ids=stop_ids)
-    reward = work.environment.reward(work.assignments[prompt].task, completion)
-    return Answer(reward.value, tokens=len(generation.output_ids), stopped=stopped)
+def _judged(
+    work: Work, part: Sequence[tuple[int, int]], generations: Sequence[Generation], tokenizer: Tokenizer
+) -> list[Answer]:
+    pairs = [
+        (work.assignments[prompt].task, answer_text(tokenizer, generation))
+        for (prompt, _), generation in zip(part, generations, strict=True)
+    ]
+    return [
+        Answer(reward.value, tokens=_emitted(generation), stopped=generation.finish_reason == "stop")
+        for reward, generation in zip(judge(work.environment, pairs), generations, strict=True)
+    ]
+
+
+def _emitted(generation: Generation) -> int:
+    """Tokens that the policy wrote; replies are not its own."""
+    return sum(stop - start for start, stop in emitted_spans(len(generation.output_ids), turns_of(generation)))

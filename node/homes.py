@@ -109,7 +109,7 @@ def chosen_home(given: Path | None, environ: Mapping[str, str]) -> Path:
     if not homes:
         raise DataDirError(
             f"no node has been started on this computer: there is none under {homes_root(environ)}",
-            hint="start one: intellect-node --role inference --run <address> --bootstrap <relay>; or give --data-dir",
+            hint="start one: intellect-node --role inference --run <address>@<relay>; or give --data-dir",
         )
     names = ", ".join(home.path.name for home in running or homes)
     raise ConfigError(

@@ -17,6 +17,7 @@ from node.inference.outbox import Outbox
 from protocol.errors import ConfigError, DataDirError, IdentityError
 from protocol.identity import KEY_BYTES, Identity, PeerId
 
+ENV_PASSPHRASE: Final = "INTELLECT_NODE_PASSPHRASE"
 OUTBOX: Final = "outbox.sqlite"
 OF_THE_OLD_KEY: Final = (OUTBOX, "feeds.json", "docket.sqlite", "answers.sqlite")
 """State that only the key that wrote it can go on with."""
@@ -47,7 +48,7 @@ def is_encrypted(file: Path) -> bool:
 
 def import_key(file: Path, data_dir: Path, *, passphrase: str, own_passphrase: str) -> PeerId:
     """Put a key into a directory that has none. Raises IdentityError, DataDirError."""
-    identity = load_identity(file, passphrase=passphrase)
+    identity = _opened(file, passphrase)
     path = data_dir / KEY_FILE
     if path.exists() or path.is_symlink():
         held = load_identity(path, passphrase=own_passphrase).peer_id
@@ -60,6 +61,17 @@ def import_key(file: Path, data_dir: Path, *, passphrase: str, own_passphrase: s
     with DataDir(data_dir):
         keep_new_identity(identity, data_dir, passphrase=own_passphrase)
     return identity.peer_id
+
+
+def _opened(copy: Path, passphrase: str) -> Identity:
+    """A copy's passphrase comes from its owner, not from the environment: the hint must say so."""
+    try:
+        return load_identity(copy, passphrase=passphrase)
+    except IdentityError as error:
+        if ENV_PASSPHRASE not in error.hint:
+            raise
+        hint = "check the passphrase, or the first line of the --passphrase-file, or take another copy"
+        raise IdentityError(error.message, hint=hint) from error
 
 
 def what_is_left(data_dir: Path, *, passphrase: str) -> str:

@@ -15,7 +15,7 @@ from typing import Final
 
 from node.datadir import LOCK_FILE
 from node.homes import holder
-from node.status_view import fetch_status, last_status
+from node.status_view import fetch_status, how_it_ended, last_status
 from protocol.errors import DataDirError, NodeError
 
 POLL_S: Final = 0.3
@@ -90,8 +90,8 @@ def _wait(data_dir: Path, process: int, *, timeout_s: float, say: Say) -> None:
                 hint=f"wait, or end it at once: intellect-node leave --now --data-dir {data_dir}",
             )
         time.sleep(POLL_S)
-    last = last_status(data_dir) or {}
-    say(f"it has left; it was {last.get('state', 'gone')}: {last.get('activity', 'it did not say')}")
+    last = last_status(data_dir)
+    say(f"it has {how_it_ended(last)}" if last else "it has left, and did not say how far it was")
 
 
 def _doing(data_dir: Path) -> str:

@@ -19,6 +19,7 @@ import trio
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from node.dashboard.guard import reading_only, refusal
 from node.exposition import CONTENT_TYPE
 from node.health import Health, HealthWatch, process_facts
 from node.metrics import status_metrics
@@ -28,6 +29,9 @@ from p2p.http import HttpServer
 from protocol.errors import ConfigError, PortError
 
 MAX_CONNECTIONS: Final = 32
+MAX_CONNECTIONS_PER_HOST: Final = 8
+"""Well below all of them: one machine that holds connections keeps no other out."""
+FIRST_REQUEST_TIMEOUT_S: Final = 5.0
 UNSHOWN: Final = ("verdicts",)
 """Details that no metric is made from, and that are long."""
 
@@ -90,6 +94,8 @@ async def serve_monitoring(
         port=port,
         middlewares=[_read_only],
         max_connections=MAX_CONNECTIONS,
+        max_connections_per_host=MAX_CONNECTIONS_PER_HOST,
+        first_request_timeout_s=FIRST_REQUEST_TIMEOUT_S,
     )
     async with trio.open_nursery() as nursery:
         try:
@@ -114,6 +120,7 @@ def parse_listen(text: str) -> tuple[str, int]:
 
 @web.middleware
 async def _read_only(request: web.Request, handler: Handler) -> web.StreamResponse:
-    if request.method not in ("GET", "HEAD"):
-        raise web.HTTPMethodNotAllowed(request.method, ["GET", "HEAD"])
-    return await handler(request)
+    try:
+        return await reading_only(request, handler)
+    except web.HTTPException as error:
+        return refusal(request, error)

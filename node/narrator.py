@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, TextIO
 
 import trio
@@ -28,7 +29,8 @@ LOG_TICK_S: Final = 2.0
 FIRST_REMINDER_S: Final = 30.0
 """A wait is logged after this long, and again after twice as long each time."""
 BAR_COLUMNS: Final = 20
-_DETAILS: Final = ("relays_known", "download", "self_test", "first_accepted", "dashboard")
+_DETAILS: Final = ("relays_known", "download", "self_test", "first_accepted", "dashboard", "join")
+JOIN_WITH: Final = "others join with: "
 _MB: Final = 1e6
 
 
@@ -58,6 +60,8 @@ class Story:
         before = self._before
         if details.get("dashboard") and not before.get("dashboard"):
             yield f"dashboard: {details['dashboard']}"
+        if details.get("join") and not before.get("join"):
+            yield f"{JOIN_WITH}{details['join']}"
         if details.get("relays_known") and not before.get("relays_known"):
             yield f"found the run and {count(details['relays_known'], 'relay')}"
         if status.get("checkpoint_step") is not None and not self._holds_policy:
@@ -81,19 +85,19 @@ def first_accepted(first: dict[str, Any]) -> str:
     return (
         f"first work accepted: {first['rollouts']} rollouts of step {first['step']} ({first['tokens']} tokens), by "
         f"validator {first['validator']}; the relay's receipt and the verdict are kept in {first['kept']}; "
-        f"show it: intellect-node verdict show {first['submission'][:12]}"
+        f"show it: intellect-node verdict show {first['submission'][:12]} --data-dir {Path(first['kept']).parent}"
     )
 
 
 def present(status: dict[str, Any]) -> str:
-    """What the node does now, for what it waits and since when, in one line."""
+    """What the node does now, for what it waits and since when, in one line: since when comes before what is long."""
     for_s = max(0, (status.get("now_ms", 0) - status.get("since_ms", 0)) // 1000)
     download = (status.get("details") or {}).get("download")
     if status.get("state") == "waiting" and download:
         return f"downloading {progress_text(download)}"
-    what = f"waiting for {status.get('activity')}" if status.get("state") == "waiting" else str(status.get("activity"))
+    what = f"{status.get('state')} for {span(for_s)}: {status.get('activity')}"
     counts = f"{status.get('accepted')} accepted, {status.get('pending')} pending"
-    return f"{what} ({span(for_s)}); {counts}" if status.get("role") == "inference" else f"{what} ({span(for_s)})"
+    return f"{what}; {counts}" if status.get("role") == "inference" else what
 
 
 def progress_text(download: dict[str, Any]) -> str:
@@ -188,7 +192,7 @@ class _Logger:
 
     def __call__(self, told: Told, status: dict[str, Any]) -> None:
         for line in told.milestones:
-            log.info("%s", line)
+            log.info("%s", line, extra={"whole_peer_ids": line.startswith(JOIN_WITH)})
         since = int(status.get("since_ms", 0))
         if since != self._since:
             self._since, self._next_s = since, FIRST_REMINDER_S

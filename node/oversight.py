@@ -1,8 +1,9 @@
-"""What goes on beside every role: its health is watched, events are told, downloads are counted, metrics are served."""
+"""What goes on beside every role: its health is watched, events are told, traffic is counted, metrics are served."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 import trio
 
@@ -14,6 +15,8 @@ from node.status import StatusBoard
 from node.webhooks import Webhooks
 from p2p.bridge import AioThread
 from p2p.http import HttpClient
+
+SHOW_S: Final = 2.0
 
 
 def download_meter(config: NodeConfig, board: StatusBoard, data_dir: Path) -> DownloadMeter:
@@ -35,6 +38,7 @@ class Oversight:
         self.health = HealthWatch(board, config.stall_after_s)
         self._listen = config.metrics_listen
         self._board = board
+        self._http = http
         self._data_dir = data_dir
         self._meter = meter
         self._webhooks = Webhooks(config.webhooks, http, board, secret=config.webhook_secret.text)
@@ -43,11 +47,16 @@ class Oversight:
     async def run(self, aio: AioThread, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Until cancelled; started when metrics can be had. Raises PortError."""
         async with trio.open_nursery() as nursery:
-            for task in (self.health.run, self._webhooks.run, self._meter.run):
+            for task in (self.health.run, self._webhooks.run, self._meter.run, self._show_requests):
                 nursery.start_soon(task)
             if self._listen:
                 await nursery.start(self._serve, aio)
             task_status.started()
+
+    async def _show_requests(self) -> None:
+        while True:
+            self._board.details(requests=self._http.tally.counts)
+            await trio.sleep(SHOW_S)
 
     async def _serve(self, aio: AioThread, *, task_status: trio.TaskStatus[str]) -> None:
         await serve_monitoring(

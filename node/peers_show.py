@@ -1,4 +1,4 @@
-"""What a running node knows of the DHT, from its status page, for people: `intellect-node peers`.
+"""What a running node knows of the DHT and of active nodes, from its status page: `intellect-node peers`.
 
 Peer ids and addresses come from strangers: they are shown with control characters escaped and never as markup. Each
 peer has one line, which begins with its whole id: a narrow terminal breaks it, and nothing cuts it.
@@ -26,12 +26,14 @@ def describe_discovery(data_dir: Path) -> dict[str, Any]:
         "role": status.get("role"),
         "run": status.get("run"),
         **(found if isinstance(found, dict) else {}),
+        "active": details.get("active") or [] if isinstance(details, dict) else [],
     }
 
 
 def print_discovery(described: dict[str, Any]) -> None:
     console = Console()
     lines = [*_facts(described), *_peers(described.get("peers", [])), *_misdeeds(described.get("misdeeds", []))]
+    lines += _active(described.get("active", []))
     for line in lines:
         console.print(Text(printable(line)), soft_wrap=True)
 
@@ -72,6 +74,21 @@ def _misdeeds(offenders: list[dict[str, Any]]) -> list[str]:
         kinds = ", ".join(f"{count} × {kind}" for kind, count in misdeeds.items()) if misdeeds else row.get("why", "")
         rows.append([str(row.get("peer_id")), str(row.get("score")), f"{row.get('banned_for_s')} s", str(kinds)])
     return _columns(["misbehaved", "score of 100", "banned for", "what"], rows)
+
+
+def _active(nodes: list[dict[str, Any]]) -> list[str]:
+    """Nodes whose heartbeats a relay heard lately."""
+    rows = [
+        [
+            str(node.get("peer_id")),
+            str(node.get("role")),
+            "-" if node.get("checkpoint_step") is None else str(node.get("checkpoint_step")),
+            f"{node.get('tokens_per_s') or 0:.0f}",
+            str(node.get("activity")),
+        ]
+        for node in nodes
+    ]
+    return _columns(["active node", "role", "policy", "tokens/s", "what it does"], rows)
 
 
 def _columns(head: list[str], rows: list[list[str]]) -> list[str]:

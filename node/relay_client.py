@@ -17,6 +17,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
+from node.membership import MAX_ACTIVE_SHOWN, BeatAnswer, Question, Standing
 from p2p.contacts import Contact
 from p2p.http import HttpClient, HttpResponse
 from protocol.checkpoint import open_checkpoint
@@ -24,7 +25,19 @@ from protocol.envelope import Record, Signed, open_envelope
 from protocol.errors import MalformedError, ProtocolError, RefusedError, RelayError, StaleRecordError, WrongRunError
 from protocol.identity import PeerId
 from protocol.ledger import open_entry
-from protocol.records import CheckpointManifest, Head, Manifest, Receipt, Submission, Verdict
+from protocol.records import (
+    Admission,
+    Appeal,
+    Batch,
+    CheckpointManifest,
+    Head,
+    Heartbeat,
+    Manifest,
+    Receipt,
+    Submission,
+    Trained,
+    Verdict,
+)
 from protocol.run import RunAddress
 from protocol.segments import SegmentInfo
 
@@ -54,14 +67,15 @@ class FeedItem:
 
     seq: int
     signed: Signed[Any]
-    """A Submission or a Verdict."""
+    """A Submission, a Verdict, an Admission or an Appeal."""
     receipt: Signed[Receipt] | None = None
     """The relay's own, with every submission."""
 
     @property
     def about(self) -> PeerId:
         """The contributor."""
-        return PeerId(self.signed.record.contributor) if self.receipt is None else self.signed.author
+        record = self.signed.record
+        return PeerId(record.contributor) if isinstance(record, Verdict) else self.signed.author
 
 
 class RelayObserver(Protocol):
@@ -179,6 +193,48 @@ class RelayClient:
         with self._watched():
             await self._post("/v1/verdicts", envelope)
 
+    # Who takes part.
+
+    async def post_admission(self, envelope: bytes) -> bool:
+        """Ask to be admitted; whether this key is by now. RefusedError `admission-<rule>` says why it never will be."""
+        with self._watched():
+            return _decode(await self._post("/v1/admissions", envelope), dict[str, bool]).get("admitted", False)
+
+    async def post_appeal(self, envelope: bytes) -> str:
+        """Appeal; `taken`, or what the ledger says of it. RefusedError `appeal-<rule>` says why it cannot be."""
+        with self._watched():
+            return _decode(await self._post("/v1/appeals", envelope), dict[str, str]).get("state", "")[:16]
+
+    async def post_heartbeat(self, envelope: bytes) -> BeatAnswer:
+        """Say that this node is there. RefusedError `second-instance` if another one with its key is."""
+        with self._watched():
+            return _decode(await self._post("/v1/heartbeats", envelope), BeatAnswer)
+
+    async def active(self, most: int = MAX_ACTIVE_SHOWN) -> list[Signed[Heartbeat]]:
+        """Heartbeats of the nodes that this relay heard lately, the latest first."""
+        self._trusted()
+        with self._watched():
+            rows = _decode((await self._get("/v1/heartbeats", {"most": most})).body, list[bytes])[:most]
+            return [self._open(row, Heartbeat) for row in rows]
+
+    async def standing(self, submissions: Sequence[bytes] = ()) -> Standing:
+        """Where this node stands by the ledger that the relay has; nobody's proof of anything."""
+        with self._watched():
+            return _decode(
+                await self._post("/v1/standing", msgspec.msgpack.encode(Question(tuple(submissions)))), Standing
+            )
+
+    async def step_entries(self, step: int) -> tuple[Signed[Batch], Signed[Trained] | None]:
+        """A step's batch, signed by the trainer, and that it was trained, if it was. RefusedError `not-yet`."""
+        trainer = self._trusted().record.trainer_id
+        with self._watched():
+            batch, trained = _decode((await self._get(f"/v1/ledger/steps/{step}")).body, tuple[bytes, bytes])
+            opened = self._open(batch, Batch).require_author(trainer)
+            done = self._open(trained, Trained).require_author(trainer) if trained else None
+            if opened.record.step != step or (done is not None and done.record.step != step):
+                raise MalformedError(f"the entries of another step than {step}")
+        return opened, done
+
     async def feed(
         self,
         after: int,
@@ -295,6 +351,8 @@ class RelayClient:
             return FeedItem(seq, submission, self._check_receipt(extra, submission))
         if kind == Verdict.KIND:
             return FeedItem(seq, self._open(envelope, Verdict).require_author(*self._trusted().record.validator_ids))
+        if kind in (Admission.KIND, Appeal.KIND):
+            return FeedItem(seq, self._open(envelope, Admission if kind == Admission.KIND else Appeal))
         raise MalformedError(f"a feed item of the unknown kind {kind[:40]!r}")
 
     def _count(self, *, bytes_in: int = 0, bytes_out: int = 0, failures: int = 0) -> None:

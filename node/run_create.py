@@ -23,6 +23,7 @@ import msgspec
 from environments.registry import specify
 from node.datadir import disk_error, make_directory
 from node.run_environment import extra_stop_ids, lay_out_data, recipe_environment
+from node.run_membership import admission_spec, credit_spec
 from node.run_pools import check_targets, lay_out_pools, load_pools
 from protocol.atomic import write_atomically
 from protocol.envelope import Signed, open_envelope, seal
@@ -30,6 +31,7 @@ from protocol.errors import ConfigError, DataDirError, MalformedError, ModelErro
 from protocol.identity import Identity, PeerId
 from protocol.records import Manifest, ModelSpec
 from protocol.run import RunAddress
+from trainer.positions import most_positions
 from trainer.recipe import ASSETS_DIR, MAX_RECIPE_BYTES, Recipe, parse_recipe, recipe_path
 from trainer.smollm2 import smollm2_directory
 
@@ -130,7 +132,8 @@ def manifest_from_recipe(
         trainer=trainer.public_key,
         validators=tuple(validator.public_key for validator in validators),
         quorum=recipe.quorum,
-        admission="open",
+        admission=admission_spec(recipe),
+        credits=credit_spec(recipe, model_dir),
         model=model,
         environment=msgspec.structs.replace(specify(environment), pools=load_pools(recipe, environment)),
         rollout=recipe.rollout,
@@ -203,7 +206,7 @@ def model_spec(model_dir: Path) -> ModelSpec:
         architecture=hashlib.sha256((model_dir / "config.json").read_bytes()).digest(),
         tokenizer=hashlib.sha256(tokenizer).digest(),
         vocab_size=_whole_number(config, "vocab_size", model_dir),
-        max_model_len=_whole_number(config, "max_position_embeddings", model_dir),
+        max_model_len=most_positions(config, origin=f"config.json in {model_dir}"),
         stop_ids=_stop_ids(config, model_dir),
     )
 

@@ -19,7 +19,7 @@ from trainer.budget import Budget, ModelShape, model_shape, run_budget
 from trainer.recipe import RECIPES_DIR, Recipe, load_recipe
 
 SHAPES_DIR: Final = RECIPES_DIR / "shapes"
-_GPU_BYTES: Final = {"H100 80 GB": 80e9, "H200 141 GB": 141e9}
+_GPU_BYTES: Final = {"H100 80 GB": 80e9, "H200 141 GB": 141e9, "B200 180 GB": 180e9}
 
 
 def plan_run(recipe_source: str) -> dict[str, Any]:
@@ -39,6 +39,7 @@ def plan_run(recipe_source: str) -> dict[str, Any]:
         "environment": f"{environment.name} version {environment.version}",
         **_sizes(budget),
         "learning": _learning(recipe),
+        "guesses": recipe.guesses,
     }
 
 
@@ -70,6 +71,9 @@ def _sizes(budget: Budget) -> dict[str, Any]:
         "checkpoints_kept": budget.checkpoints_kept,
         "disk_bytes": budget.disk_bytes,
         "gpus": budget.gpus,
+        "gpu_loading_bytes": budget.gpu_loading_bytes,
+        "host_loading_bytes": budget.host_loading_bytes,
+        "host_bytes": budget.host_bytes,
         "gpu_bytes": {
             "weights": gpu.weights,
             "masters": gpu.masters,
@@ -120,10 +124,19 @@ def plan_lines(plan: dict[str, Any]) -> Iterator[str]:
     )
     gpu = dict(plan["gpu_bytes"])
     total = gpu.pop("total")
+    yield (
+        f"loading       {_gb(plan['gpu_loading_bytes'])} on each GPU, {_gb(plan['host_loading_bytes'])} of the "
+        "machine's memory"
+    )
+    yield (
+        f"host memory   {_gb(plan['host_bytes'])}, where one process puts a checkpoint together; all GPUs are of one "
+        "machine"
+    )
     yield f"memory        {_gb(total)} on each of {plan['gpus']} GPUs, and a tenth more for what is not counted:"
     yield from (f"                {_gb(size):>10}  {name}" for name, size in gpu.items() if size)
     yield f"              {_verdict(total, gpu)}"
     yield f"learning      {json.dumps(plan['learning'])[1:-1].replace(chr(34), '')}"
+    yield from (f"warning       {name} is a guess: {how}" for name, how in plan["guesses"].items())
 
 
 def _tokens(plan: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from rich.text import Text
 from node.dht_show import joined
 from node.homes import KEY_FILE
 from node.identity import load_identity
+from node.run_link import join_line, known_peers
 from node.run_pointer import run_pointer
 from node.run_show import load_run
 from p2p.discovery import VALIDITY_S, P2PNode
@@ -38,7 +39,8 @@ def publish_run(data_dir: Path, *, bootstrap: Sequence[str], timeout_s: float, p
     async def ask(node: P2PNode, address: RunAddress, left_s: float) -> dict[str, Any]:
         with trio.move_on_after(left_s):
             await node.publish_run(partial(run_pointer, identity, manifest))
-            return {"run": str(address), "valid_s": VALIDITY_S, "servers_known": node.dht_peers}
+            shown = {"run": str(address), "valid_s": VALIDITY_S, "servers_known": node.dht_peers}
+            return {**shown, "join": join_line(address, bootstrap or known_peers(data_dir))}
         raise BootstrapError(
             f"nobody took the run within {timeout_s:g} s: {node.bootstrap_state}",
             hint="check --bootstrap, and that a relay of this run is up",
@@ -49,4 +51,5 @@ def publish_run(data_dir: Path, *, bootstrap: Sequence[str], timeout_s: float, p
 
 def print_published(found: dict[str, Any]) -> None:
     line = f"{found['run']} can be found for {found['valid_s'] / 60:g} minutes; its trainer keeps it so while it runs"
-    Console().print(Text(line), soft_wrap=True)
+    for each in (line, "contributors join with:", f"  {found['join']}"):
+        Console().print(Text(each), soft_wrap=True)

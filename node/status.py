@@ -41,6 +41,10 @@ Clock = Callable[[], int]
 URL_FILE: Final = "status.url"
 FINAL_FILE: Final = "status-final.json"
 HOST: Final = "127.0.0.1"
+MAX_CONNECTIONS: Final = 32
+MAX_CONNECTIONS_PER_HOST: Final = 24
+"""Sixteen streams of the page and some questions. All of this computer's users come from one address: there, who has
+asked nothing makes way for whoever comes next (p2p.http)."""
 MAX_TRANSITIONS: Final = 1000
 MAX_RELAYS: Final = 256
 MAX_TEXT_CHARS: Final = 300
@@ -181,7 +185,7 @@ async def serve_status(
     from aiohttp import web
 
     from node.dashboard.guard import guard
-    from node.monitoring import monitoring_routes
+    from node.monitoring import FIRST_REQUEST_TIMEOUT_S, monitoring_routes
     from p2p.http import HttpServer
 
     async def answer(request: web.Request) -> web.Response:
@@ -193,12 +197,20 @@ async def serve_status(
             if dashboard is not None:
                 routes += dashboard.routes
                 await nursery.start(dashboard.run)
-            server = HttpServer(aio, routes, host=HOST, port=port, middlewares=[guard], max_connections=32)
+            server = HttpServer(
+                aio,
+                routes,
+                host=HOST,
+                port=port,
+                middlewares=[guard],
+                max_connections=MAX_CONNECTIONS,
+                max_connections_per_host=MAX_CONNECTIONS_PER_HOST,
+                first_request_timeout_s=FIRST_REQUEST_TIMEOUT_S,
+            )
             address = await _started(nursery, server)
             url = f"{address.url}/status"
             if dashboard is not None:
                 board.details(dashboard=f"{address.url}/")
-                log.info("dashboard url=%s/", address.url)
             write_atomically(data_dir / URL_FILE, url.encode() + b"\n", sync=False)
             if task_status is not None:
                 task_status.started(url)

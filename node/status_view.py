@@ -6,8 +6,12 @@ Texts in it may come from peers: they are shown with control characters escaped 
 from __future__ import annotations
 
 import http.client
+import io
 import json
+import os
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -20,15 +24,14 @@ from rich.text import Text
 from node.advice import next_step
 from node.logs import printable
 from node.status import FINAL_FILE, HOST, URL_FILE
-from node.words import size, span
+from node.status_rows import detail_rows
+from node.words import count, size, span
 from protocol.errors import DataDirError, NodeError
 
 TIMEOUT_S: Final = 5.0
 MAX_BYTES: Final = 4 << 20
 INTERVAL_S: Final = 1.0
 _RECENT: Final = 8
-_SAID_ALREADY: Final = ("relays_known", "newest_checkpoint_step", "accepted_tokens", "bytes_in", "bytes_out")
-_RELAY_COUNTS: Final = {"bytes_in": "bytes in", "bytes_out": "bytes out", "failures": "failures"}
 
 
 def fetch_status(data_dir: Path, *, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
@@ -63,17 +66,38 @@ def last_status(data_dir: Path) -> dict[str, Any] | None:
 
 def print_status(status: dict[str, Any]) -> None:
     Console().print(render(status))
+    if join := _details(status).get("join"):  # one unbroken line, to be copied
+        Console().print(Text(f"others join with:\n{printable(str(join))}"), soft_wrap=True)
 
 
 def watch_status(data_dir: Path) -> None:
-    """Show the status every second until Ctrl-C or until the node ends. Raises as `fetch_status` does."""
-    with Live(render(fetch_status(data_dir)), console=Console(), auto_refresh=False) as live:
-        try:
+    """Show the status every second until Ctrl-C or until the node ends. Raises as `fetch_status` does.
+
+    Where no terminal is, one snapshot after the other, until whoever reads them has seen enough.
+    """
+    console = Console()
+    with suppress(KeyboardInterrupt, BrokenPipeError):
+        if not console.is_terminal:
+            return _print_snapshots(data_dir)
+        with Live(render(fetch_status(data_dir)), console=console, auto_refresh=False) as live:
             while True:
                 time.sleep(INTERVAL_S)
                 live.update(render(fetch_status(data_dir)), refresh=True)
-        except KeyboardInterrupt:
-            return
+
+
+def _print_snapshots(data_dir: Path) -> None:
+    """Written by hand: rich ends the program with an error where a pipe is closed."""
+    while True:
+        drawn = Console(file=io.StringIO(), width=Console().width)
+        with drawn.capture() as text:
+            drawn.print(render(fetch_status(data_dir)))
+        try:
+            sys.stdout.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text.get()}\n")
+            sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor is it tried again at the end
+            raise
+        time.sleep(INTERVAL_S)
 
 
 def render(status: dict[str, Any]) -> Group:
@@ -98,7 +122,18 @@ def _last_state(data_dir: Path) -> str:
     last = last_status(data_dir)
     if last is None or "state" not in last:
         return ""
-    return f"; the last one ended {last['state']}: {last.get('activity', '')}"
+    return f"; the last one {how_it_ended(last)}"
+
+
+def how_it_ended(last: dict[str, Any]) -> str:
+    """The end of a node, from the last that it said of itself: `left, as it was asked to`."""
+    state, activity = last.get("state"), printable(str(last.get("activity", "")))
+    if state not in ("stopping", "finished", "evicted"):
+        return f"ended while it was {state}: {activity}"
+    waiting = _details(last).get("outbox")
+    kept = f"; {count(waiting, 'finished submission')} kept for its next start" if waiting else ""
+    how = {"stopping": "left, as it was asked to", "finished": "ended with its run"}
+    return f"{how.get(str(state), f'ended, evicted: {activity}')}{kept}"
 
 
 def _get(url: str, timeout_s: float) -> bytes:
@@ -127,7 +162,7 @@ def _facts(status: dict[str, Any]) -> Table:
         "credits": _credits(status),
         "traffic": _traffic(status),
     }
-    for name, value in {**rows, **_short_details(status), "next": next_step(status)}.items():
+    for name, value in {**rows, **detail_rows(_details(status)), "next": next_step(status)}.items():
         if value not in ("", None):
             table.add_row(Text(name, style="bold"), _text(value))
     return table
@@ -154,7 +189,7 @@ def _credits(status: dict[str, Any]) -> str:
     """By the ledger where the node follows it, else by the verdicts that it has seen."""
     details = _details(status)
     if isinstance(said := details.get("credits"), dict):
-        return ", ".join(f"{count:,} {kind}" for kind, count in said.items() if isinstance(count, int))
+        return ", ".join(f"{number:,} {kind}" for kind, number in said.items() if isinstance(number, int))
     tokens = details.get("accepted_tokens")
     return f"{tokens:,} tokens of accepted work, by this node's own count" if isinstance(tokens, int) else ""
 
@@ -176,22 +211,18 @@ def _details(status: dict[str, Any]) -> dict[str, Any]:
     return details if isinstance(details, dict) else {}
 
 
-def _short_details(status: dict[str, Any]) -> dict[str, Any]:
-    shown = {name: value for name, value in _details(status).items() if isinstance(value, int | float | str)}
-    return {name: value for name, value in shown.items() if name not in _SAID_ALREADY}
-
-
 def _reasons(status: dict[str, Any]) -> str:
     rejected = status.get("rejected") or {}
-    return "".join(f", {count} rejected ({reason})" for reason, count in rejected.items())
+    return "".join(f", {number} rejected ({reason})" for reason, number in rejected.items())
 
 
 def _relays(status: dict[str, Any]) -> list[Text]:
     """Two lines each: a whole peer id leaves no room for more on a terminal of 80 columns."""
     lines = []
     for relay in status.get("relays", []):
-        counts = (f"{relay.get(key)} {name}" for key, name in _RELAY_COUNTS.items())
-        lines += [_text(f"relay {relay.get('peer_id')}"), _text(f"  {relay.get('url')}: {', '.join(counts)}")]
+        moved = f"{_size(relay.get('bytes_in'))} in, {_size(relay.get('bytes_out'))} out"
+        failed = f", {count(relay['failures'], 'failure')}" if relay.get("failures") else ""
+        lines += [_text(f"relay {relay.get('peer_id')}"), _text(f"  {relay.get('url')}: {moved}{failed}")]
     return lines
 
 

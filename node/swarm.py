@@ -8,6 +8,7 @@ costs them their turn.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import random
 from collections import Counter
@@ -52,6 +53,8 @@ POLL_WAIT_S: Final = 20.0
 MIN_POLL_S: Final = 1.0
 """A relay that answers a long poll at once with nothing is not asked again sooner than this."""
 HEAD_RELAYS: Final = 3
+NEAR_RELAYS: Final = 3
+"""At which a contributor hears of its verdicts: all relays have them, and it must not cost each of them a poll."""
 MAX_RELAYS: Final = 64
 MAX_BACKOFF_S: Final = 30.0
 MISDEEDS_TO_SHUN: Final = 3
@@ -151,6 +154,17 @@ class Swarm:
         ready = [relay.client for relay in self._ready() if relay.client.peer_id != avoid]
         return random.choice(ready) if ready else None
 
+    def near(self, peer_id: PeerId) -> list[RelayClient]:
+        """A few relays, by a node's key the same each time; for those that fail, others if there are."""
+        now = trio.current_time()
+
+        def place(relay: _Relay) -> tuple[bool, bytes]:
+            distance = hashlib.sha256(peer_id.public_key + relay.client.peer_id.public_key).digest()
+            return relay.retry_at > now, distance
+
+        usable = [relay for relay in self._relays.values() if relay.shunned_until <= now]
+        return [relay.client for relay in sorted(usable, key=place)[:NEAR_RELAYS]]
+
     def failed(self, peer_id: PeerId) -> None:
         """Leave a relay alone for a while, longer each time in a row. Again within that while changes nothing."""
         relay = self._relays.get(peer_id)
@@ -203,6 +217,12 @@ class Swarm:
         """What relays say when they turn this node away as evicted, once no relay that answers lets it in."""
         await self._wait_until(lambda: self._eviction() is not None)
         return self._eviction() or ""
+
+    def forget_eviction(self) -> None:
+        """This node is let in again: ask the relays that turned it away, now."""
+        for relay in self._relays.values():
+            if relay.evicts:
+                relay.evicts, relay.failures, relay.retry_at = None, 0, 0.0
 
     def _eviction(self) -> str | None:
         said = [relay.evicts for relay in self._relays.values() if relay.evicts is not None]

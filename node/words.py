@@ -15,9 +15,15 @@ def span(seconds: float) -> str:
 
 def size(count: float) -> str:
     """Bytes, in powers of ten as disks and links are sold."""
-    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
+    if count >= 1e9:
+        return f"{count / 1e9:,.1f} GB"
+    if count >= 1e6:
+        return f"{count / 1e6:,.1f} MB"
+    return f"{count / 1e3:,.1f} kB" if count >= 1e3 else f"{count:.0f} bytes"
 
 
 def count(number: int, what: str) -> str:
-    """`1 relay`, `2 relays`."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+    """`1 relay`, `2 relays`, `3,000 entries`."""
+    if number == 1:
+        return f"1 {what}"
+    return f"{number:,} {what[:-1]}ies" if what.endswith("ry") else f"{number:,} {what}s"

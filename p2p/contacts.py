@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from functools import lru_cache
 from typing import Final, TypeVar
 
 import aiohttp
@@ -34,6 +35,12 @@ PostHello = Callable[[str, bytes], Awaitable[bytes]]
 """(URL, body) -> the answer's body."""
 
 
+@lru_cache(maxsize=MAX_CONTACTS)
+def _pinned(fingerprint: bytes) -> aiohttp.Fingerprint:
+    """One object a certificate: with another one, though equal, aiohttp opens a new connection and keeps the old."""
+    return aiohttp.Fingerprint(fingerprint)
+
+
 class Contact:
     """One relay, or the trainer's origin, at one URL. `url` is the part before `/v1`."""
 
@@ -53,7 +60,7 @@ class Contact:
         self.peer = peer
         self.url = url.rstrip("/")
         self.fingerprint = fingerprint
-        self.tls = aiohttp.Fingerprint(fingerprint)
+        self.tls = _pinned(fingerprint)
         self._identity = identity
         self._run = run
         self._token = token

@@ -143,6 +143,7 @@ class P2PNode:
             "asked": dict(self._dht.asker.sent) if self._dht else {},
             "answered": dict(self._dht.server.answered) if self._dht else {},
             "worst_lag_s": round(self.canary.worst_s, 2),
+            "loop": self.canary.describe(),
         }
 
     def _describe_peers(self) -> list[dict[str, Any]]:

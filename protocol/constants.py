@@ -41,3 +41,10 @@ MAX_POOL_TASKS: Final = 1 << 20
 LEDGER_SEGMENT_BYTES: Final = 4 << 20
 """A segment of the ledger takes entries until it is as long as this. With another value nodes cut the same ledger into
 other segments and find none of each other's by hash; they then fetch entry by entry."""
+
+WORK_SCRYPT_COST: Final = 1 << 14
+"""N of the scrypt of an admission's proof of work; with r it fixes the memory, 128 · N · r = 16 MiB. With other values
+nodes disagree about who is admitted."""
+
+WORK_SCRYPT_BLOCK: Final = 8
+"""r of that scrypt."""

@@ -9,7 +9,7 @@ ledger as it stood at that head. Checking more than the draw asks is always righ
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -75,6 +75,14 @@ def prove_undrawn(verdict: Verdict, manifest: Manifest, *, record_at: RecordAt, 
         raise MalformedError(f"the draw's rate is {verdict.draw.rate:.4g}; the ledger at its beacon gives {rate:.4g}")
     if is_drawn(beacon_of(head), verdict.submission, rate=rate):
         raise MalformedError("the beacon draws this submission, and the verdict is without the costly checks")
+
+
+def judges(lot: bytes, submission: bytes, validators: Iterable[PeerId]) -> list[PeerId]:
+    """A run's validators in the order in which they are called to judge a submission: the first `quorum` of them do,
+    the others stand by. `lot` is the beacon of the first head after its receipt, or an appeal's id, so that nobody can
+    choose his judges.
+    """
+    return sorted(validators, key=lambda one: _hash("judge", lot, submission, one.public_key))
 
 
 def _hash(purpose: str, *parts: bytes) -> bytes:

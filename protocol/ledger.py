@@ -9,20 +9,34 @@ a record, a rule (a method of LedgerState) and a line in RULES.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final, Literal, NoReturn, Protocol
+from typing import Any, Final, NoReturn
 
+from protocol.admissions import Admissions
+from protocol.appeals import Appeals, LedgerAppeal
+from protocol.balances import FOR_GOOD
 from protocol.batches import fault_of
 from protocol.draw import TrackRecord, prove_undrawn
 from protocol.envelope import Opener, Record, Signed, kind_of, open_envelope
 from protocol.errors import LedgerError, ProtocolError, WrongRunError
 from protocol.identity import PeerId
-from protocol.records import Batch, Eviction, Manifest, Submission, Trained, Verdict
+from protocol.ledger_memory import BatchSubmissions, SubmissionState
+from protocol.ledger_memory import LedgerMemory as LedgerMemory
+from protocol.ledger_memory import LedgerSubmission as LedgerSubmission
+from protocol.records import (
+    Admission,
+    Appeal,
+    Batch,
+    Eviction,
+    Manifest,
+    Reinstatement,
+    Submission,
+    Trained,
+    Verdict,
+)
 from protocol.standing import Contributor
 
-SubmissionState = Literal["pending", "accepted", "rejected", "undecided"]
 TIP_BYTES: Final = 32
 
 
@@ -41,58 +55,10 @@ def open_entry(data: bytes, *, signature_checked: bool = False) -> Signed[Any]:
 
 def about(entry: Signed[Any]) -> PeerId | None:
     """The contributor that an entry is about; None where it is about the run."""
-    if isinstance(entry.record, Submission):
+    if isinstance(entry.record, Submission | Admission | Appeal):
         return entry.author
     key = getattr(entry.record, "contributor", None)
     return PeerId(key) if key is not None else None
-
-
-@dataclass
-class LedgerSubmission:
-    """One submission's life in the ledger."""
-
-    record: Submission
-    author: PeerId
-    place: int = 0
-    """Number of its entry."""
-    state: SubmissionState = "pending"
-    verdicts: dict[PeerId, Signed[Verdict]] = field(default_factory=dict)
-    used_in: int | None = None
-    """The step whose batch it is in."""
-
-
-class Digests(Protocol):
-    """A set of hashes that only grows."""
-
-    def __contains__(self, digest: object, /) -> bool: ...
-
-    def add(self, digest: bytes, /) -> None: ...
-
-
-@dataclass
-class LedgerMemory:
-    """What grows with the ledger. Ordinary collections, or others that put most of it on a disk (for audits)."""
-
-    submissions: MutableMapping[bytes, LedgerSubmission] = field(default_factory=dict)
-    files: Digests = field(default_factory=set[bytes])
-    committed: MutableMapping[int, Batch] = field(default_factory=dict)
-    trained: MutableMapping[int, Trained] = field(default_factory=dict)
-
-
-class _Batches(Mapping[int, tuple[bytes, ...]]):
-    """The submissions of each step's batch, read from the entries."""
-
-    def __init__(self, committed: Mapping[int, Batch]) -> None:
-        self._committed = committed
-
-    def __getitem__(self, step: int) -> tuple[bytes, ...]:
-        return self._committed[step].submissions
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._committed)
-
-    def __len__(self) -> int:
-        return len(self._committed)
 
 
 class LedgerState:
@@ -103,10 +69,14 @@ class LedgerState:
         run_id: bytes,
         manifest: Manifest,
         *,
+        operator: PeerId | None = None,
         memory: LedgerMemory | None = None,
         signatures_checked: bool = False,
     ) -> None:
-        """With `signatures_checked` none is checked here, those within entries included: other processes did it."""
+        """A run's ledger before its first entry. `operator` signed the manifest: the trainer unless given.
+
+        With `signatures_checked` none is checked here, those within entries included: other processes did it.
+        """
         memory = memory or LedgerMemory()
         self.run_id = run_id
         self.manifest = manifest
@@ -117,7 +87,7 @@ class LedgerState:
         self.contributors: dict[PeerId, Contributor] = {}
         self.submissions = memory.submissions
         self.committed = memory.committed
-        self.batches: Mapping[int, tuple[bytes, ...]] = _Batches(memory.committed)
+        self.batches: Mapping[int, tuple[bytes, ...]] = BatchSubmissions(memory.committed)
         """Submissions of each step's batch; the entries are in `committed`."""
         self.trained = memory.trained
         self._files = memory.files
@@ -127,6 +97,12 @@ class LedgerState:
         """Those that no batch can hold any more: number of the entry, and policy."""
         self._hard: dict[bytes, bytes] = {}
         """By hard verdict: the submission it rejects."""
+        self._admissions = Admissions(run_id, manifest.admission, operator or self._trainer)
+        self._appeals = Appeals(manifest.credits.maturity_steps, frozenset(self._validators))
+        self._maturing: set[PeerId] = set()
+        """Contributors with credits that are not mature."""
+        self.work_checked = False
+        """True while entries are replayed whose proofs of work this machine has checked before."""
         self._signatures_checked = signatures_checked
         self._opens: Opener = partial(open_envelope, signature_checked=True) if signatures_checked else open_envelope
 
@@ -134,17 +110,55 @@ class LedgerState:
     def evicted(self) -> set[PeerId]:
         return {peer for peer, one in self.contributors.items() if one.standing == "evicted"}
 
+    @property
+    def appeals(self) -> Mapping[bytes, LedgerAppeal]:
+        """All appeals, by id."""
+        return self._appeals.cases
+
+    def open_appeals(self) -> list[bytes]:
+        """Appeals that wait for a validator that has not judged the submission, in ledger order."""
+        return self._appeals.open_ids()
+
+    def admitted(self, peer: PeerId) -> bool:
+        """Whether this key may hand in work, as far as admission goes; in a run that asks for none, everybody."""
+        return self._admissions.admits(peer)
+
+    def check_admission(self, entry: Signed[Admission], *, work: bool = True) -> None:
+        """Raise ProtocolError unless this could be the next entry. `work`: hash its proof, some tens of ms."""
+        self._require_run(entry)
+        now_ms = self.committed_at_ms(len(self.batches))
+        self._admissions.check(entry, now_ms=now_ms, work=work, opens=self._opens)
+
+    def check_appeal(self, entry: Signed[Appeal]) -> None:
+        """Raise ProtocolError unless this could be the next entry."""
+        self._require_run(entry)
+        submission = self.submissions.get(entry.record.submission)
+        contributor = self.contributors.get(entry.author) or Contributor()
+        self._appeals.check(entry, submission, contributor, trained=len(self.trained))
+
+    def reinstatement_due(self) -> list[tuple[PeerId, bytes, bytes]]:
+        """Evicted contributors whose appeal was granted: whom, and the ids of the appeal and of its answer."""
+        granted = [(key, case) for key, case in list(self.appeals.items()) if case.state == "granted"]
+        return [(case.author, key, case.answer) for key, case in granted if self._is_ground(case)]
+
     def apply(self, data: bytes) -> Signed[Any]:
         """Check one entry against the rules and take it in.
 
         Raises LedgerError (its `rule` says which), or another ProtocolError if the envelope itself is bad.
         """
         entry = open_entry(data, signature_checked=self._signatures_checked)
-        if entry.record.run_id != self.run_id:
-            raise WrongRunError(f"a {entry.record.KIND} of another run")
+        self.take(entry)
+        return entry
+
+    def take(self, entry: Signed[Any]) -> None:
+        """The same with an entry that was opened. Raises ProtocolError."""
+        self._require_run(entry)
         RULES[type(entry.record)](self, entry)
         self.pass_over(entry.id)
-        return entry
+
+    def _require_run(self, entry: Signed[Any]) -> None:
+        if entry.record.run_id != self.run_id:
+            raise WrongRunError(f"a {entry.record.KIND} of another run")
 
     def pass_over(self, entry_id: bytes) -> None:
         """Count an entry into the chain and make nothing of it: for audits, which go on after one that is refused."""
@@ -200,9 +214,16 @@ class LedgerState:
 
     # Rules, one a kind. Each checks everything first and only then changes anything.
 
+    def _admission(self, entry: Signed[Admission]) -> None:
+        self.check_admission(entry, work=not self.work_checked)
+        self._admissions.add(entry, self.length)
+        self.contributors.setdefault(entry.author, Contributor()).admitted_at = self.length
+
     def _submission(self, entry: Signed[Submission]) -> None:
         record = entry.record
-        contributor = self.contributors.get(entry.author, Contributor())
+        contributor = self.contributors.get(entry.author) or Contributor()
+        if not self.admitted(entry.author):
+            _refuse("not-admitted", f"{entry.author.short} was not admitted to this run")
         if contributor.standing == "evicted":
             _refuse("evicted", f"{entry.author.short} is evicted: {contributor.reason}")
         if entry.id in self.submissions:
@@ -233,11 +254,14 @@ class LedgerState:
             _refuse("mismatch", "the verdict names another contributor or step than the submission")
         if record.outcome == "accept" and not record.draw.drawn:
             self._require_undrawn(record)
+        appeal = self._appeals.asked(record) if record.appeal else None
         submission.verdicts[entry.author] = entry
         if record.outcome == "reject" and record.hard:
             self._hard[entry.id] = record.submission
-        if submission.state in ("pending", "undecided"):
+        if submission.state in ("pending", "undecided", "disputed"):
             self._count(submission, record)
+        if appeal is not None and record.outcome != "undecided":
+            self._answer(appeal, submission, entry)
 
     def _require_undrawn(self, verdict: Verdict) -> None:
         try:
@@ -249,19 +273,61 @@ class LedgerState:
         votes = [verdict.record.outcome for verdict in submission.verdicts.values()]
         contributor = self.contributors[submission.author]
         if votes.count("accept") >= self.manifest.quorum:
-            submission.state = "accepted"
+            self._settle(submission, "accepted")
             self._waiting[latest.submission] = submission.place
-            contributor.accepted += 1
             contributor.history.add(self.length + 1, accepted=True)
-            if contributor.standing == "active":
-                contributor.credits += submission.record.output_tokens
+            self._pay(submission)
         elif votes.count("reject") >= self.manifest.quorum:
-            submission.state = "rejected"
-            label = latest.reason.partition(":")[0] or "unnamed"
+            self._settle(submission, "rejected")
+            label = _label(latest)
             contributor.rejected[label] = contributor.rejected.get(label, 0) + 1
             contributor.history.add(self.length + 1, accepted=False)
+        elif {"accept", "reject"} <= set(votes):
+            submission.state = "disputed"
         elif latest.outcome == "undecided":
             submission.state = "undecided"
+
+    def _settle(self, submission: LedgerSubmission, state: SubmissionState) -> None:
+        submission.state = state
+        submission.settled_at, submission.settled_step = self.length + 1, len(self.trained)
+
+    def _pay(self, submission: LedgerSubmission) -> None:
+        """Credits for work that was just accepted. While its author is evicted they wait for a reinstatement."""
+        contributor = self.contributors[submission.author]
+        contributor.accepted += 1
+        amount = self.manifest.credits.of(submission.record.output_tokens)
+        due = len(self.trained) + self.manifest.credits.maturity_steps
+        if contributor.standing == "active":
+            contributor.balance.earn(amount, due=due)
+            self._ripen(submission.author)
+        else:
+            contributor.balance.withhold(amount, due=due)
+
+    def _ripen(self, peer: PeerId) -> None:
+        """Make mature what is due by now."""
+        trained = len(self.trained)
+        balance = self.contributors[peer].balance
+        balance.advance(trained if trained < self.manifest.batch.total_steps else FOR_GOOD)
+        (self._maturing.add if balance.maturing else self._maturing.discard)(peer)
+
+    def _appeal(self, entry: Signed[Appeal]) -> None:
+        self.check_appeal(entry)
+        self._appeals.add(entry, self.length)
+
+    def _answer(self, case: LedgerAppeal, submission: LedgerSubmission, answer: Signed[Verdict]) -> None:
+        contributor = self.contributors[submission.author]
+        self._appeals.close(case, answer)
+        if answer.record.outcome == "reject":
+            contributor.next_appeal = len(self.trained) + self._appeals.wait_steps
+            return
+        label = _label(submission.rejections()[self.manifest.quorum - 1].record)
+        contributor.rejected[label] -= 1
+        if not contributor.rejected[label]:
+            del contributor.rejected[label]
+        contributor.history.overturn(submission.settled_at or 0, self.length + 1)
+        self._settle(submission, "accepted")
+        submission.appeal = answer.record.appeal
+        self._pay(submission)
 
     def _batch(self, entry: Signed[Batch]) -> None:
         entry.require_author(self._trainer)
@@ -296,6 +362,8 @@ class LedgerState:
     def _why_unusable(self, submission: LedgerSubmission, step: int) -> str | None:
         if submission.state != "accepted":
             return submission.state
+        if submission.appeal:
+            return "it was accepted on appeal, after its time"
         if submission.used_in is not None:
             return f"already trained at step {submission.used_in}"
         if self.contributors[submission.author].standing == "evicted":
@@ -313,6 +381,8 @@ class LedgerState:
                 "step", f"step {step} cannot be trained now: {len(self.trained)} is next, {len(self.batches)} batches"
             )
         self.trained[step] = entry.record
+        for peer in list(self._maturing):
+            self._ripen(peer)
 
     def _eviction(self, entry: Signed[Eviction]) -> None:
         entry.require_author(self._trainer)
@@ -324,7 +394,29 @@ class LedgerState:
             _refuse("no-ground", f"no quorum of hard verdicts justifies evicting {peer.short}")
         contributor.standing = "evicted"
         contributor.reason = entry.record.reason
-        contributor.credits = 0
+        contributor.evicted_for, contributor.evicted_step = self._hard[entry.record.verdict], len(self.trained)
+        contributor.balance.forfeit()
+        self._maturing.discard(peer)
+
+    def _reinstatement(self, entry: Signed[Reinstatement]) -> None:
+        entry.require_author(self._trainer)
+        record, peer = entry.record, PeerId(entry.record.contributor)
+        contributor = self.contributors.get(peer)
+        if contributor is None or contributor.standing != "evicted":
+            _refuse("standing", f"{peer.short} is not an evicted contributor")
+        case = self.appeals.get(record.appeal)
+        if case is None or case.author != peer or case.answer != record.verdict or not self._is_ground(case):
+            _refuse("no-ground", f"no granted appeal against what evicted {peer.short} justifies its return")
+        contributor.standing = "active"
+        contributor.reason, contributor.evicted_for, contributor.evicted_step = "", b"", None
+        contributor.balance.restore()
+        self._ripen(peer)
+
+    def _is_ground(self, case: LedgerAppeal) -> bool:
+        """Whether an appeal was granted that takes away what its author was evicted for."""
+        contributor = self.contributors[case.author]
+        evicted = contributor.standing == "evicted"
+        return evicted and case.state == "granted" and case.record.submission == contributor.evicted_for
 
     def _hard_rejection(self, peer: PeerId, verdict_id: bytes) -> bool:
         submission = self.submissions.get(self._hard.get(verdict_id, b""))
@@ -334,15 +426,23 @@ class LedgerState:
         return len(hard) >= self.manifest.quorum
 
 
+def _label(rejection: Verdict) -> str:
+    """The check that failed, by which rejections are counted."""
+    return rejection.reason.partition(":")[0] or "unnamed"
+
+
 def _refuse(rule: str, message: str) -> NoReturn:
     raise LedgerError(message, rule=rule)
 
 
 RULES: Final[Mapping[type[Record], Callable[[LedgerState, Signed[Any]], None]]] = {
+    Admission: LedgerState._admission,
     Submission: LedgerState._submission,
     Verdict: LedgerState._verdict,
     Batch: LedgerState._batch,
     Trained: LedgerState._trained,
     Eviction: LedgerState._eviction,
+    Appeal: LedgerState._appeal,
+    Reinstatement: LedgerState._reinstatement,
 }
 ENTRY_KINDS: Final[Mapping[str, type[Record]]] = {kind.KIND: kind for kind in RULES}

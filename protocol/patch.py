@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -140,7 +139,7 @@ class _Encoder:
         if self._size > self._limit:
             return
         raw = np.ascontiguousarray(data)
-        coded: bytes = _zstd().compress(raw.data, asbytes=True) if len(raw) else b""
+        coded = _compressed(raw) if len(raw) else b""
         method = _ZSTD if len(coded) < len(raw) else _STORED
         coded = coded if method == _ZSTD else raw.tobytes()
         self._put(_STREAM.pack(method, len(coded)) + coded)
@@ -283,10 +282,7 @@ class _Reader:
             return np.frombuffer(coded, np.uint8)
         if method != _ZSTD or not size:
             raise MalformedError(f"a stream of {coded_size} bytes by method {method} where {size} bytes are due")
-        try:
-            return np.frombuffer(_zstd().decompress(coded, decompressed_size=size), np.uint8)
-        except OSError as error:  # pyarrow's for every fault of a frame, a wrong size among them
-            raise MalformedError(f"a stream of a patch does not decompress to {size} bytes: {error}") from error
+        return np.frombuffer(_decompressed(coded, size), np.uint8)
 
     def _take(self, size: int) -> memoryview:
         if size > self.left:
@@ -330,10 +326,24 @@ def _values(data: U8) -> U16:
     return values if values.flags.aligned else values.copy()
 
 
-@cache
-def _zstd() -> Any:
-    """pyarrow's codec: it decompresses into a buffer of the given size and refuses a frame of any other."""
-    import pyarrow
+def _compressed(raw: U8) -> bytes:
+    """A zstd frame that states its size. A compressor a call: none may be used by two threads."""
+    import zstandard
 
-    codec: Callable[..., Any] = pyarrow.Codec
-    return codec("zstd", compression_level=_ZSTD_LEVEL)
+    return zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(raw.data)
+
+
+def _decompressed(coded: memoryview, size: int) -> bytes:
+    """One frame of exactly `size` bytes: the size it states is looked at before anything is allocated.
+
+    Raises MalformedError.
+    """
+    import zstandard
+
+    try:
+        stated = zstandard.frame_content_size(coded)
+        if stated != size:
+            raise MalformedError(f"a stream of a patch does not decompress to {size} bytes: it states {stated}")
+        return zstandard.ZstdDecompressor().decompress(coded, max_output_size=size, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise MalformedError(f"a stream of a patch does not decompress to {size} bytes: {error}") from error

@@ -145,7 +145,7 @@ def read_rollouts(
     try:
         with path.open("rb") as file:
             table = _read_table(file, max_rollouts)
-            _check_table(table, max_rollouts=max_rollouts, max_tokens=max_tokens, vocab_size=vocab_size)
+            columns = _check_table(table, max_rollouts=max_rollouts, max_tokens=max_tokens, vocab_size=vocab_size)
     except MemoryError as error:
         raise MalformedError(
             f"the rollout file asks for more memory than its reader may use: {_short(error)}"
@@ -156,7 +156,7 @@ def read_rollouts(
         raise DataDirError(f"cannot read {path}: {error.strerror}", hint=f"look at it with `ls -l {path}`") from error
     except (pa.ArrowException, ValueError, KeyError, TypeError, OverflowError) as error:
         raise MalformedError(f"not a readable rollout file: {_short(error)}") from error
-    return _rows(table)
+    return _rows(columns)
 
 
 def _short(value: object) -> str:
@@ -231,43 +231,45 @@ def _check_row_count(rows: int, max_rollouts: int) -> None:
         raise MalformedError(f"{rows} rollouts in a file; 1 to {max_rollouts} are allowed")
 
 
-def _check_table(table: Any, *, max_rollouts: int, max_tokens: int, vocab_size: int) -> None:
+def _check_table(table: Any, *, max_rollouts: int, max_tokens: int, vocab_size: int) -> dict[str, Any]:
+    """The columns of a table that is within the bounds."""
     _check_row_count(table.num_rows, max_rollouts)  # again: what the footer said need not be so
-    outputs = _lengths(table, "output_ids")
+    columns = {name: _column(table, name) for name, _ in ROLLOUT_SCHEMA}
+    lengths = {name: _lengths(columns[name]) for name, kind in ROLLOUT_SCHEMA if kind.startswith("list<")}
+    outputs = lengths["output_ids"]
     _require(_within(outputs, 1, max_tokens), f"an output has no token or more than {max_tokens}")
-    _require(_within(_lengths(table, "prompt_ids"), 1, max_tokens), f"a prompt has no token or more than {max_tokens}")
-    _require(bool((_lengths(table, "logprobs") == outputs).all()), "as many log-probabilities as output tokens are due")
+    _require(_within(lengths["prompt_ids"], 1, max_tokens), f"a prompt has no token or more than {max_tokens}")
+    _require(bool((lengths["logprobs"] == outputs).all()), "as many log-probabilities as output tokens are due")
     for name in ("prompt_ids", "output_ids"):
-        _require(_within(_elements(table, name), 0, vocab_size - 1), f"{name} outside the vocabulary of {vocab_size}")
-    for turns in _turns(table):
+        tokens = _elements(columns, name)
+        _require(_within(tokens, 0, vocab_size - 1), f"{name} outside the vocabulary of {vocab_size}")
+    for turns in _turns(columns["turns"], lengths["turns"], outputs):
         emitted_spans(*turns)
     for name in ("prompt_index", "member"):
-        _require(_within(_scalars(table, name), 0, MAX_TOKEN_ID), f"a negative {name}")
-    _require(bool(np.isfinite(_elements(table, "logprobs")).all()), "a log-probability that is not finite")
-    _require(not bool(np.isinf(_scalars(table, "reward")).any()), "a reward that is infinite")
-    _check_proofs(table, outputs)
-    _check_finish_reasons(table)
+        _require(_within(_scalars(columns, name), 0, MAX_TOKEN_ID), f"a negative {name}")
+    _require(bool(np.isfinite(_elements(columns, "logprobs")).all()), "a log-probability that is not finite")
+    _require(not bool(np.isinf(_scalars(columns, "reward")).any()), "a reward that is infinite")
+    _check_proofs(columns, lengths)
+    _check_finish_reasons(columns["finish_reason"])
+    return columns
 
 
-def _check_proofs(table: Any, outputs: NDArray[np.int64]) -> None:
-    most = -(-outputs // PROOF_CHUNK_TOKENS) + _lengths(table, "turns") // 2  # each turn has a last chunk
-    _require(bool((_lengths(table, "proofs") <= most).all()), "more proofs than chunks of output tokens")
-    sizes = np.diff(_offsets(_flattened(table, "proofs")))
+def _check_proofs(columns: dict[str, Any], lengths: dict[str, NDArray[np.int64]]) -> None:
+    most = -(-lengths["output_ids"] // PROOF_CHUNK_TOKENS) + lengths["turns"] // 2  # each turn has a last chunk
+    _require(bool((lengths["proofs"] <= most).all()), "more proofs than chunks of output tokens")
+    sizes = np.diff(_offsets(_flattened(columns, "proofs")))
     _require(_within(sizes, 0, MAX_PROOF_BYTES), f"a proof of more than {MAX_PROOF_BYTES} bytes")
 
 
-def _turns(table: Any) -> Iterator[tuple[int, list[int]]]:
+def _turns(column: Any, lengths: NDArray[np.int64], outputs: NDArray[np.int64]) -> Iterator[tuple[int, list[int]]]:
     """Output tokens and turns of the rollouts that have several; few lists become Python's."""
-    lengths, outputs = _lengths(table, "turns"), _lengths(table, "output_ids")
     _require(bool((lengths <= outputs + 1).all()), "more turns than output tokens")
-    column = _column(table, "turns")
     for row in np.flatnonzero(lengths).tolist():
         yield int(outputs[row]), column[row].as_py()
 
 
-def _check_finish_reasons(table: Any) -> None:
+def _check_finish_reasons(column: Any) -> None:
     longest = max(map(len, _FINISH_REASONS))
-    column = _column(table, "finish_reason")
     # Lengths first: a reason of megabytes must not become a Python string, nor appear in the message.
     known = _within(np.diff(_offsets(column)), 0, longest) and set(column.to_pylist()) <= set(_FINISH_REASONS)
     _require(known, f"a finish reason that is none of {', '.join(_FINISH_REASONS)}")
@@ -291,8 +293,8 @@ def _column(table: Any, name: str) -> Any:
     return chunk
 
 
-def _flattened(table: Any, name: str) -> Any:
-    elements = _column(table, name).flatten()
+def _flattened(columns: dict[str, Any], name: str) -> Any:
+    elements = columns[name].flatten()
     if elements.null_count:
         raise MalformedError(f"a rollout file with a null in {name}")
     return elements
@@ -306,19 +308,18 @@ def _offsets(array: Any) -> NDArray[np.int64]:
     return np.frombuffer(buffer, np.int32)[array.offset : array.offset + len(array) + 1].astype(np.int64)
 
 
-def _lengths(table: Any, name: str) -> NDArray[np.int64]:
-    return np.diff(_column(table, name).offsets.to_numpy().astype(np.int64))
+def _lengths(column: Any) -> NDArray[np.int64]:
+    return np.diff(column.offsets.to_numpy().astype(np.int64))
 
 
-def _elements(table: Any, name: str) -> NDArray[Any]:
-    return np.asarray(_flattened(table, name).to_numpy())
+def _elements(columns: dict[str, Any], name: str) -> NDArray[Any]:
+    return np.asarray(_flattened(columns, name).to_numpy())
 
 
-def _scalars(table: Any, name: str) -> NDArray[Any]:
-    return np.asarray(_column(table, name).to_numpy())
+def _scalars(columns: dict[str, Any], name: str) -> NDArray[Any]:
+    return np.asarray(columns[name].to_numpy())
 
 
-def _rows(table: Any) -> list[Rollout]:
-    names = [name for name, _ in ROLLOUT_SCHEMA]
-    columns = [_column(table, name).to_pylist() for name in names]
-    return [Rollout(**dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
+def _rows(columns: dict[str, Any]) -> list[Rollout]:
+    values = [column.to_pylist() for column in columns.values()]
+    return [Rollout(**dict(zip(columns, row, strict=True))) for row in zip(*values, strict=True)]

@@ -7,6 +7,7 @@ from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass, field
 from typing import Literal
 
+from protocol.balances import Balance
 from protocol.draw import TrackRecord
 from protocol.records import Submission
 
@@ -21,16 +22,24 @@ class History:
 
     accepted: array[int] = field(default_factory=_numbers)
     rejected: array[int] = field(default_factory=_numbers)
+    overturned: dict[int, int] = field(default_factory=dict)
+    """By the length of a rejection: that of the answer which took it back. Few, if any."""
 
     def add(self, length: int, *, accepted: bool) -> None:
         """One more was settled by the entry that made the ledger so long."""
         insort(self.accepted if accepted else self.rejected, length)
 
+    def overturn(self, rejected_at: int, length: int) -> None:
+        """An appeal was granted by the entry that made the ledger so long: from here on it was no rejection."""
+        self.overturned[rejected_at] = length
+        self.add(length, accepted=True)
+
     def at(self, length: int) -> TrackRecord:
         """The record after the first `length` entries."""
         accepted, rejected = bisect_right(self.accepted, length), bisect_right(self.rejected, length)
-        broken = bisect_right(self.accepted, self.rejected[rejected - 1]) if rejected else 0
-        return TrackRecord(accepted, rejected, accepted - broken)
+        gone = {at for at, since in list(self.overturned.items()) if since <= length}
+        last = next((self.rejected[at] for at in range(rejected - 1, -1, -1) if self.rejected[at] not in gone), 0)
+        return TrackRecord(accepted, rejected - len(gone), accepted - bisect_right(self.accepted, last))
 
 
 @dataclass
@@ -82,7 +91,19 @@ class Contributor:
     reason: str = ""
     accepted: int = 0
     rejected: dict[str, int] = field(default_factory=dict)
-    credits: int = 0
-    """Output tokens of accepted work; an eviction forfeits them."""
+    balance: Balance = field(default_factory=Balance)
+    evicted_for: bytes = b""
+    """The submission whose rejection evicted it."""
+    evicted_step: int | None = None
+    """Steps that were trained then."""
+    admitted_at: int | None = None
+    """Number of the entry that admitted it, where the run asks for one."""
+    next_appeal: int = 0
+    """Trained steps that the run must have before it may appeal again."""
     steps: Steps = field(default_factory=Steps)
     history: History = field(default_factory=History)
+
+    @property
+    def credits(self) -> int:
+        """What it has earned and not lost: `mature` and `maturing`, in the unit that the manifest says."""
+        return self.balance.credits

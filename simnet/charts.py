@@ -93,6 +93,15 @@ def bar_row(bars: Sequence[Bar], *, x_end: float, marks: Sequence[Mark] = ()) ->
     return _svg("bars", 20, shapes + strokes)
 
 
+def spark(values: Sequence[float], *, title: str) -> str:
+    """A small line over time from 0 up, to stand in a table's cell."""
+    end = max([*values, 1e-9])
+    points = [(float(at), value) for at, value in enumerate(values)]
+    line = f'<path class="line" d="{_path(points, max(1.0, len(values) - 1.0), end)}"/>' if len(values) > 1 else ""
+    hover = f'<rect class="hover" width="{_WIDTH:g}" height="{_HEIGHT:g}"><title>{escape(title)}</title></rect>'
+    return _svg("spark", _HEIGHT, line + hover)
+
+
 def merge_bars(bars: Sequence[Bar], *, min_width: float) -> list[Bar]:
     """Join what is too short to see with its neighbours into `mixed` bars, so that a row stays small."""
     merged: list[Bar] = []

@@ -1,6 +1,7 @@
-"""When which fault strikes: the plan is walked as the run's step and the clock move on.
+"""Striking the faults of a plan: it is walked as the run's step and the clock move on.
 
-Faults of one node keep their order: one that cannot be done yet holds back those behind it.
+Faults of one node keep their order: one that cannot be done yet holds back those behind it, and one that lasts a
+while is undone before the next.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from simnet.scenario import Action, Fault
+from simnet.scenario import Fault
+from simnet.timeline import undone
 
-Apply = Callable[[str, Action], bool]
-"""Does an action to a node by name; False when it has to be tried again."""
+Apply = Callable[[Fault], bool]
+"""Does to a node what a fault says; False when it has to be tried again."""
 
 
 class FaultPlan:
@@ -26,13 +28,21 @@ class FaultPlan:
         """Apply every fault that is due; those that were applied, in the order in which they were."""
         done = []
         for queue in self._queues.values():
-            while queue and _due(queue[0], step, elapsed_s) and apply(queue[0].node, queue[0].action):
-                done.append(queue.popleft())
+            while queue and _due(queue[0], step, elapsed_s) and apply(queue[0]):
+                fault = queue.popleft()
+                done.append(fault)
+                self._begin(fault, queue, elapsed_s)
         return done
 
     def will_join(self, node: str) -> bool:
         """Whether a node that is gone is meant to come back."""
         return any(fault.action == "join" for fault in self._queues.get(node, ()))
+
+    def _begin(self, fault: Fault, queue: deque[Fault], elapsed_s: float) -> None:
+        if fault.action == "restart":
+            queue.appendleft(Fault(node=fault.node, action="join", at_s=elapsed_s))
+        elif fault.for_s is not None:
+            queue.appendleft(undone(fault, at_s=elapsed_s + fault.for_s))
 
 
 def _due(fault: Fault, step: int, elapsed_s: float) -> bool:

@@ -1,8 +1,8 @@
 """The nodes of a simulation as operating system processes: started, signalled, restarted, and ended without a trace.
 
-`Commands` is the seam to the program under test: `CliCommands` is the real command line, tests give their own.
-A node leads a session of its own, so that Ctrl-C in the terminal reaches the simulation alone. Only own children and
-their descendants are ever signalled.
+Their command lines are `simnet.commands`' business, what lies between them is `simnet.network`'s. A node leads a
+session of its own, so that Ctrl-C in the terminal reaches the simulation alone. Only own children and their
+descendants are ever signalled.
 """
 
 from __future__ import annotations
@@ -10,94 +10,40 @@ from __future__ import annotations
 import logging
 import os
 import random
-import shlex
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
-from protocol.errors import ConfigError, MalformedError, NodeError
+import msgspec
+
+from protocol.errors import MalformedError, NodeError
 from protocol.identity import PeerId
+from simnet.commands import Commands, Launch, ShortCommands, environment_of
+from simnet.disks import Disks
+from simnet.interrupts import shielded
+from simnet.meddle import Control, write_control
+from simnet.network import LOOPBACK, make_network
 from simnet.processes import ProcessKey, ProcessTable, Usage, send
-from simnet.scenario import Action, NodePlan, Scenario
+from simnet.recipe_file import to_toml
+from simnet.scenario import Fault, NodePlan, Scenario
 
 log = logging.getLogger(__name__)
 
-SETUP_TIMEOUT_S = 120.0
-END_TIMEOUT_S = 5.0
-TERM_AFTER_S = 3.0
-KILLED_WITHIN_S = 2.0
-COMPUTE_NODE_MB = 350
-RELAY_MB = 90
-_HOST = "127.0.0.1"
+END_TIMEOUT_S = 3.5
+TERM_AFTER_S = 2.5
+KILLED_WITHIN_S = 1.0
+LEAVE_TIMEOUT_S = 90.0
+"""How long a node that has not shown a status yet is waited for, before it is asked to leave all the same."""
+DISK_FULL = "disk-full"
+SERVING = ("relay", "trainer", "hostile")
 _PORTS = range(20_000, 32_000)  # below the range from which systems pick ports of outgoing connections
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What a node's command line needs beside its plan."""
-
-    data_dir: Path
-    run: str
-    bootstrap: tuple[str, ...]
-    p2p_port: int
-    http_port: int
-    seed: int
-
-    @property
-    def listen(self) -> str:
-        return f"/ip4/{_HOST}/tcp/{self.p2p_port}"
-
-
-class Commands(Protocol):
-    """Builds the command lines of the program under test."""
-
-    def create_identity(self, data_dir: Path) -> list[str]:
-        """Print the node's peer id as the last line of stdout."""
-
-    def create_run(self, trainer_dir: Path, recipe: Path, *, name: str, validators: Sequence[str]) -> list[str]:
-        """Print the run's address as the last line of stdout."""
-
-    def start(self, plan: NodePlan, launch: Launch) -> list[str]:
-        """Run the node until it ends or is told to."""
-
-
-class CliCommands:
-    """The real command line, run by this interpreter."""
-
-    _PYTHON = (sys.executable, "-P", "-m")  # -P: nothing that lies in the working directory is taken for a module
-
-    def create_identity(self, data_dir: Path) -> list[str]:
-        return [*self._PYTHON, "cli", "id", "--data-dir", str(data_dir)]
-
-    def create_run(self, trainer_dir: Path, recipe: Path, *, name: str, validators: Sequence[str]) -> list[str]:
-        flags = ["--recipe", str(recipe), "--name", name, "--data-dir", str(trainer_dir)]
-        for validator in validators:
-            flags += ["--validator", validator]
-        return [*self._PYTHON, "cli", "run", "create", *flags]
-
-    def start(self, plan: NodePlan, launch: Launch) -> list[str]:
-        flags = ["--run", launch.run, "--data-dir", str(launch.data_dir), "--join-timeout-s", "0"]
-        for address in launch.bootstrap:
-            flags += ["--bootstrap", address]
-        if plan.role == "relay":
-            flags += ["--listen", launch.listen]
-        else:
-            flags += ["--threads", str(plan.threads)]
-        if plan.engine != "torch":
-            flags += ["--engine", plan.engine]
-        if plan.role in ("relay", "trainer"):
-            flags += ["--http-host", _HOST, "--http-port", str(launch.http_port)]
-        if plan.cheat:
-            return [*self._PYTHON, "simnet.zoo", plan.cheat, "--cheat-seed", str(launch.seed), *flags]
-        return [*self._PYTHON, "cli", "--role", plan.role, *flags]
 
 
 @dataclass
@@ -116,6 +62,14 @@ class Member:
     """Every descendant that was ever seen and may still run."""
     usage: Usage = field(default_factory=Usage)
     """Of all its processes, in all its lives."""
+    multiaddr: str = ""
+    """At which others reach it, if it is a relay."""
+    started_s: float = 0.0
+    """Monotonic time at which the latest process began."""
+    control: Control = field(default_factory=Control)
+    """What is wrong with its clock and disk."""
+    inside: Callable[[], AbstractContextManager[None]] = nullcontext
+    """For the network that it lies in: this thread's new sockets are its own."""
 
     @property
     def data_dir(self) -> Path:
@@ -126,12 +80,27 @@ class Member:
         return self.directory / "log.txt"
 
     @property
+    def settings_path(self) -> Path:
+        return self.directory / "settings.toml"
+
+    @property
+    def control_path(self) -> Path:
+        return self.directory / "control.json"
+
+    @property
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
     @property
-    def multiaddr(self) -> str:
-        return f"/ip4/{_HOST}/tcp/{self.p2p_port}/p2p/{self.peer_id}"
+    def answers(self) -> bool:
+        """Whether its process has come as far as to show a status; from then on it takes signals as it should."""
+        return (self.data_dir / "status.url").exists()
+
+    @property
+    def pids(self) -> list[int]:
+        """Its own process and those that descend from it, as they were last seen."""
+        own = [self.process.pid] if self.process is not None and self.running else []
+        return own + [key.pid for key in self.offspring]
 
 
 class Fleet:
@@ -139,6 +108,8 @@ class Fleet:
 
     def __init__(self, scenario: Scenario, out_dir: Path, *, commands: Commands, seed: int = 0) -> None:
         self.run = ""
+        self.left_behind: list[str] = []
+        """Processes that outlived the node that started them and had to be killed at the close: node and pid."""
         self._scenario = scenario
         self._commands = commands
         self._seed = seed
@@ -147,11 +118,25 @@ class Fleet:
             plan.name: Member(plan, out_dir / "nodes" / plan.name, "", next(ports), next(ports))
             for plan in scenario.nodes()
         }
-        for member in self.members.values():
+        for name, member in self.members.items():
             member.directory.mkdir(parents=True)
+            member.control = Control(clock_ahead_s=member.plan.clock_ahead_s)
+            member.inside = partial(self._inside, name)
+        serving = [member for member in self.members.values() if member.plan.role in SERVING]
+        ports_of = {member.plan.name: (member.p2p_port, member.http_port) for member in serving}
+        self._network = make_network(scenario, ports_of, free_ports)
+        self._disks = Disks(
+            {name: (one.data_dir, one.plan.disk_mb) for name, one in self.members.items() if one.plan.disk_mb}
+        )
+        self._short = ShortCommands()
 
     def __enter__(self) -> Fleet:
         return self
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What this machine or user cannot do of what the scenario asks, and what is done instead."""
+        return (*self._network.notes, *self._disks.notes)
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -165,50 +150,65 @@ class Fleet:
         return [member for member in self.members.values() if member.plan.role == role]
 
     def prepare(self, recipe: Path) -> None:
-        """Create every identity and the run of a recipe file. Raises NodeError with what the command printed."""
+        """Make the network, every identity and the run of a recipe file. Raises NodeError with what a command said."""
+        self._disks.start()
+        self._network.start()
         with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-            for member, peer_id in zip(
-                self.members.values(), pool.map(self._identify, self.members.values()), strict=True
-            ):
-                member.peer_id = peer_id
+            try:
+                for member, peer_id in zip(
+                    self.members.values(), pool.map(self._identify, self.members.values()), strict=True
+                ):
+                    member.peer_id = peer_id
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                self._short.end()
+                raise
+        for member in self.members.values():
+            self._settle(member)
         trainer = self.of_role("trainer")[0]
         validators = [member.peer_id for member in self.of_role("validator")]
         create = self._commands.create_run(
             trainer.data_dir, recipe, name=self._scenario.run.name, validators=validators
         )
-        self.run = _last_line(create, _environment(trainer.plan))
+        self.run = self._short.last_line(create, environment_of(trainer.plan))
 
     def start(self, name: str) -> None:
         """Start a node's process; its output is appended to its log."""
         member = self.members[name]
         (member.data_dir / "status.url").unlink(missing_ok=True)
-        command = self._commands.start(member.plan, self._launch(member))
-        with member.log_path.open("ab") as output:
+        command = self._network.wrap(name, self._commands.start(member.plan, self._launch(member)))
+        with member.log_path.open("ab") as output, shielded():
             member.process = subprocess.Popen(
                 command,
                 cwd=member.directory,
-                env=_environment(member.plan),
+                env=environment_of(member.plan),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        member.ended_by = ""
+            member.ended_by = ""
+        member.started_s = time.monotonic()
         if member.plan.nice:
             with suppress(ProcessLookupError, PermissionError):
                 os.setpriority(os.PRIO_PROCESS, member.process.pid, member.plan.nice)
         log.info("node started name=%s pid=%d", name, member.process.pid)
 
-    def apply(self, name: str, action: Action) -> bool:
-        """Do what a fault says to a node; False while it cannot be done yet (a join while the node still leaves)."""
-        member = self.members[name]
-        if action == "join":
-            if member.running:
-                return False
-            self.start(name)
-            return True
-        if member.running and member.process is not None:
-            self._signal(member, member.process.pid, action)
+    def apply(self, fault: Fault) -> bool:
+        """Do what a fault says; False while it cannot be done yet (a join while the node still leaves)."""
+        member = self.members[fault.node]
+        if fault.action in ("partition", "heal"):
+            self._network.part(fault.node, fault.side)
+        elif fault.action in ("clock", "disk-slow", "disk-normal"):
+            self._meddle(member, fault)
+        elif fault.action in ("disk-full", "disk-free"):
+            self._fill(member, full=fault.action == "disk-full")
+        elif fault.action == "join":
+            return self._join(member)
+        elif fault.action == "leave" and not self._can_leave(member):
+            return False
+        elif member.running and member.process is not None:
+            self._signal(member, member.process.pid, fault)
         return True
 
     def reap(self) -> None:
@@ -223,12 +223,15 @@ class Fleet:
 
     def close(self) -> None:
         """End every process: SIGINT, then SIGTERM, then SIGKILL, within `END_TIMEOUT_S`. Ctrl-C meanwhile kills now."""
-        try:
-            self._end_within(END_TIMEOUT_S)
-        except KeyboardInterrupt:
-            log.warning("interrupted again; killing the nodes")
-        finally:
-            self._kill_all()
+        with ExitStack() as stack:
+            stack.callback(self._disks.close)
+            stack.callback(self._network.close)
+            stack.callback(self._kill_all)
+            try:
+                self._short.end()
+                self._end_within(END_TIMEOUT_S)
+            except KeyboardInterrupt:
+                log.warning("interrupted again; killing the nodes")
 
     def log_tail(self, name: str, *, lines: int = 8) -> str:
         """The newest lines of a node's log, for messages."""
@@ -240,7 +243,7 @@ class Fleet:
             return ""
 
     def _identify(self, member: Member) -> str:
-        printed = _last_line(self._commands.create_identity(member.data_dir), _environment(member.plan))
+        printed = self._short.last_line(self._commands.create_identity(member.data_dir), environment_of(member.plan))
         try:
             return str(PeerId.parse(printed))
         except MalformedError as error:
@@ -248,8 +251,21 @@ class Fleet:
                 f"the identity of {member.plan.name} could not be created: it printed {printed[:200]!r}"
             ) from error
 
+    def _settle(self, member: Member) -> None:
+        """What follows from a node's identity and place, written where it will look for it."""
+        name, plan = member.plan.name, member.plan
+        port = self._network.public_port(name, member.p2p_port)
+        member.multiaddr = f"/ip4/{self._network.host(name)}/tcp/{port}/p2p/{member.peer_id}"
+        if plan.settings:
+            member.settings_path.write_text("".join(f"{line}\n" for line in to_toml(plan.settings)), encoding="utf-8")
+        if plan.meddled:
+            write_control(member.control_path, member.control)
+
     def _launch(self, member: Member) -> Launch:
+        name, network = member.plan.name, self._network
         relays = [relay.multiaddr for relay in self.of_role("relay") if relay is not member]
+        public = [network.public_port(name, port) for port in (member.p2p_port, member.http_port)]
+        moved = public != [member.p2p_port, member.http_port]
         return Launch(
             data_dir=member.data_dir,
             run=self.run,
@@ -257,7 +273,15 @@ class Fleet:
             p2p_port=member.p2p_port,
             http_port=member.http_port,
             seed=self._seed,
+            host=network.host(name),
+            announce=f"/ip4/{LOOPBACK}/tcp/{public[0]}" if moved else "",
+            public_url=f"https://{LOOPBACK}:{public[1]}" if moved else "",
+            settings=member.settings_path if member.plan.settings else None,
+            control=member.control_path if member.plan.meddled else None,
         )
+
+    def _inside(self, name: str) -> AbstractContextManager[None]:
+        return self._network.inside(name)
 
     def _bootstrap_of(self, member: Member, relays: list[str]) -> tuple[str, ...]:
         """The first relay for everyone; that one asks the others when it comes back, and nobody at its first start."""
@@ -265,8 +289,43 @@ class Fleet:
             return (self.bootstrap.multiaddr,)
         return tuple(relays) if member.process else ()
 
-    def _signal(self, member: Member, pid: int, action: Action) -> None:
-        log.info("fault name=%s action=%s", member.plan.name, action)
+    def _join(self, member: Member) -> bool:
+        if member.running:
+            return False
+        self.start(member.plan.name)
+        return True
+
+    def _can_leave(self, member: Member) -> bool:
+        """Whether a node takes the signal as it should: before that, Python itself would end it with an error."""
+        return not member.running or member.answers or time.monotonic() - member.started_s > LEAVE_TIMEOUT_S
+
+    def _meddle(self, member: Member, fault: Fault) -> None:
+        """Change what is wrong with a node's clock or disk; its process sees it within a moment."""
+        if fault.action == "clock":
+            ahead_s = member.plan.clock_ahead_s if fault.seconds is None else fault.seconds
+            member.control = msgspec.structs.replace(member.control, clock_ahead_s=ahead_s)
+        else:
+            member.control = msgspec.structs.replace(member.control, sync_ms=fault.sync_ms or 0.0)
+        write_control(member.control_path, member.control)
+
+    def _fill(self, member: Member, *, full: bool) -> None:
+        """Take a disk's room away, or give it back: then a node that ended for want of it is started again."""
+        self.reap()
+        if full:
+            self._disks.fill(member.plan.name, member.pids)
+            member.ended_by = member.ended_by or DISK_FULL  # whatever it ends by from now on
+            return
+        self._disks.free(member.plan.name, member.pids)
+        if member.process is None or member.ended_by != DISK_FULL:
+            return
+        if member.running:
+            member.ended_by = ""
+        else:
+            self.start(member.plan.name)
+
+    def _signal(self, member: Member, pid: int, fault: Fault) -> None:
+        action = "kill" if fault.action == "restart" else fault.action
+        log.info("fault name=%s action=%s", member.plan.name, fault.action)
         if action in ("kill", "leave"):
             member.ended_by = action
         if action == "leave":
@@ -284,9 +343,10 @@ class Fleet:
         self.reap()
         started = time.monotonic()
         for member in self._running():
-            member.ended_by = member.ended_by or "close"
+            leaves, member.ended_by = member.ended_by == "leave", "close"
             self._tell(member, signal.SIGCONT)
-            self._tell(member, signal.SIGINT)
+            if not leaves:  # a second signal would end it at once
+                self._tell(member, signal.SIGINT)
         _wait_until(lambda: not self._running(), started + TERM_AFTER_S)
         self.reap()
         for member in self._running():
@@ -298,6 +358,7 @@ class Fleet:
         for member in self._running():
             log.warning("node had to be killed name=%s", member.plan.name)
             self._tell(member, signal.SIGKILL)
+        self._note_left_behind()
         for key in self._left_over():
             log.warning("left-over process had to be killed pid=%d", key.pid)
             send(key.pid, signal.SIGKILL)
@@ -305,6 +366,13 @@ class Fleet:
         for member in self.members.values():
             if member.process is not None:
                 member.process.wait()
+
+    def _note_left_behind(self) -> None:
+        """Only of nodes that ended by themselves: who is killed cannot clean up."""
+        table = ProcessTable()
+        for member in self.members.values():
+            if member.process is not None and member.process.returncode is not None and member.ended_by != "kill":
+                self.left_behind += [f"{member.plan.name}: pid {key.pid}" for key in table.alive(member.offspring)]
 
     def _tell(self, member: Member, number: signal.Signals) -> None:
         if member.process is not None:
@@ -324,79 +392,11 @@ def free_ports(count: int) -> list[int]:
         if len(found) == count:
             break
         with socket.socket() as probe, suppress(OSError):
-            probe.bind((_HOST, port))
+            probe.bind((LOOPBACK, port))
             found.append(port)
     if len(found) < count:
         raise NodeError(f"fewer than {count} free ports between {_PORTS.start} and {_PORTS.stop}")
     return found
-
-
-def needed_memory_mb(scenario: Scenario) -> int:
-    """Estimate of the memory that a scenario's nodes take together."""
-    usual = {"relay": RELAY_MB}
-    return sum(plan.memory_mb or usual.get(plan.role, COMPUTE_NODE_MB) for plan in scenario.nodes())
-
-
-def check_memory(scenario: Scenario, available_mb: int | None) -> None:
-    """Refuse a scenario that this machine has no room for. `None`: the system does not say."""
-    needed = needed_memory_mb(scenario)
-    if available_mb is not None and needed > available_mb:
-        raise ConfigError(
-            f"scenario {scenario.name!r} needs about {needed} MB of memory for {len(scenario.nodes())} nodes; "
-            f"{available_mb} MB are free",
-            hint="close other programs, or lower `count` in the scenario's [[fleet]] entries",
-        )
-
-
-def available_memory_mb() -> int | None:
-    """Memory that new processes can have, by the system and by the control group this process is in."""
-    figures = [_meminfo_available_mb(), _cgroup_free_mb()]
-    known = [figure for figure in figures if figure is not None]
-    return min(known) if known else None
-
-
-def _meminfo_available_mb() -> int | None:
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) // 1024
-    return None
-
-
-def _cgroup_free_mb() -> int | None:
-    root = Path("/sys/fs/cgroup")
-    with suppress(OSError, ValueError, KeyError):  # no limit is written as `max`
-        limit, used = (int((root / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
-        stat = dict(line.split() for line in (root / "memory.stat").read_text(encoding="ascii").splitlines())
-        return (limit - used + int(stat["inactive_file"])) // 2**20  # cached files make room when asked
-    return None
-
-
-def _environment(plan: NodePlan) -> dict[str, str]:
-    """The caller's without settings of nodes; this program is found wherever it lies; threads are bounded."""
-    root = str(Path(__file__).resolve().parent.parent)
-    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("INTELLECT_")}
-    return {
-        **inherited,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": str(plan.threads),
-    }
-
-
-def _last_line(command: list[str], env: dict[str, str]) -> str:
-    """The last line that a short command prints. Raises NodeError when it fails or prints nothing."""
-    shown = shlex.join(command)[:500]
-    try:
-        done = subprocess.run(
-            command, env=env, capture_output=True, text=True, errors="replace", timeout=SETUP_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise NodeError(f"a command took longer than {SETUP_TIMEOUT_S:.0f} s: {shown}") from error
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        raise NodeError(f"a command ended with code {done.returncode}: {done.stderr.strip()[-1500:]}", hint=shown)
-    return lines[-1].strip()
 
 
 def _wait_until(done: Callable[[], bool], deadline: float) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import http.client
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -18,6 +20,8 @@ import msgspec
 from msgspec import Struct, field
 
 from simnet.fleet import Fleet, Member
+from simnet.processes import ProcessTable
+from simnet.sampling import SAMPLE_S, ProcessSeen, Pulse, look, processes_within
 from simnet.scenario import Action, Scenario
 
 log = logging.getLogger(__name__)
@@ -27,6 +31,8 @@ MAX_STATUS_BYTES = 8 * 2**20
 MAX_SAMPLES = 1000
 MAX_SEGMENTS = 20_000
 MAX_AGAINST = 200
+LEFT_AFTER_S = 10.0
+MAX_LEFT_BEHIND = 100
 FINAL_STATUS_FILE = "status-final.json"
 
 
@@ -80,8 +86,26 @@ class EvaluationSeen(Struct):
     reward: float | None = None
 
 
+class LoopSeen(Struct):
+    """How punctual a node's event loop was since its start, and how many tasks it has."""
+
+    pulses: int = 0
+    p50_ms: int = 0
+    p99_ms: int = 0
+    worst_ms: int = 0
+    tasks: int = 0
+
+
+class DiscoverySeen(Struct):
+    """The part of discovery's account that is read."""
+
+    loop: LoopSeen = field(default_factory=LoopSeen)
+
+
 class Details(Struct):
     """What the roles add; each fills its own."""
+
+    discovery: DiscoverySeen = field(default_factory=DiscoverySeen)
 
     total_steps: int | None = None
     rewards: list[tuple[int, float | None]] = []
@@ -126,6 +150,8 @@ class Life(Struct):
     """A fault's action, `close`, or nothing that the simulation did."""
     status: Status | None = None
     """The last that was read."""
+    final: bool = False
+    """Whether that is what the node wrote as it ended."""
 
 
 class NodeRecord(Struct):
@@ -139,6 +165,7 @@ class NodeRecord(Struct):
     timeline: list[tuple[int, str, str]] = []
     cpu_s: float = 0.0
     peak_memory_bytes: int = 0
+    processes: list[ProcessSeen] = []
 
     @property
     def status(self) -> Status | None:
@@ -187,6 +214,12 @@ class Recording(Struct):
     """Why the simulation could not go on."""
     faults: list[FaultMark] = []
     samples: list[Sample] = []
+    left_behind: list[str] = []
+    """Processes that outlived the node that started them."""
+    notes: list[str] = []
+    """What this machine could not do of what the scenario asks, and what was done instead."""
+    late_p99_ms: int | None = None
+    """How late this machine woke up a thread that only sleeps: 99 % of the times by no more."""
     against: list[VerdictRow] = []
     """The first verdicts that did not accept; the trainer itself shows its newest verdicts only."""
 
@@ -228,8 +261,12 @@ class Gatherer:
         self._records = {record.name: record for record in recording.nodes}
         self._seen_against: set[tuple[str, str]] = set()
         self._pool = ThreadPoolExecutor(max_workers=16, thread_name_prefix="status")
+        self._next_look_s = 0.0
+        self._pulse = Pulse()
+        self._pulse.start()
 
     def close(self) -> None:
+        self._pulse.stop()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def poll(self) -> None:
@@ -238,7 +275,16 @@ class Gatherer:
         statuses = self._pool.map(_read_member, members)
         for member, status in zip(members, statuses, strict=True):
             self._note(member, self._records[member.plan.name], status)
+        if time.monotonic() >= self._next_look_s:
+            self._look(members)
+            self._next_look_s = time.monotonic() + SAMPLE_S
         self._sample()
+
+    def look_behind(self) -> None:
+        """Once every node has ended: which processes have not, or had to be made to."""
+        directories = {member.plan.name: member.directory for member in self._fleet.members.values()}
+        left = [f"{name}: pid {pid}" for name, pids in processes_within(directories).items() for pid in pids]
+        self._keep_left_behind([*self._fleet.left_behind, *left])
 
     def read_final(self) -> None:
         """Take over what nodes wrote about themselves as they ended."""
@@ -246,7 +292,7 @@ class Gatherer:
             record = self._records[member.plan.name]
             status = _read_final(member.data_dir / FINAL_STATUS_FILE)
             if status and record.lives and record.lives[-1].pid == status.pid:
-                record.lives[-1].status = status
+                record.lives[-1].status, record.lives[-1].final = status, True
                 extend_timeline(record.timeline, status.timeline)
         self._sample()
 
@@ -262,6 +308,35 @@ class Gatherer:
             extend_timeline(record.timeline, status.timeline)
         if life.ended_ms is None and (code := member.process.poll()) is not None:
             life.ended_ms, life.exit_code, life.ended_by = now_ms(), code, member.ended_by
+
+    def _look(self, members: list[Member]) -> None:
+        """What every process takes of the machine, and whether any has outlived its node."""
+        table = ProcessTable()
+        for member in members:
+            record = self._records[member.plan.name]
+            if member.process is None or not record.running:
+                continue
+            own = table.key(member.process.pid)
+            keys = {*member.offspring, *table.descendants(member.process.pid), *([own] if own else [])}
+            status = record.lives[-1].status
+            tasks = status.details.discovery.loop.tasks if status else 0
+            look(table, keys, record.processes, network_pid=member.process.pid, tasks=tasks or None)
+        self.recording.late_p99_ms = self._pulse.late_ms(0.99)
+        self._look_for_left_over(members)
+
+    def _look_for_left_over(self, members: list[Member]) -> None:
+        ended = {
+            member.plan.name: member.directory
+            for member in members
+            if (lives := self._records[member.plan.name].lives)
+            and (lives[-1].ended_ms or now_ms()) < now_ms() - LEFT_AFTER_S * 1000
+        }
+        found = processes_within(ended) if ended else {}
+        self._keep_left_behind([f"{name}: pid {pid}" for name, pids in found.items() for pid in pids])
+
+    def _keep_left_behind(self, found: list[str]) -> None:
+        left = self.recording.left_behind
+        left += [one for one in dict.fromkeys(found) if one not in left][: MAX_LEFT_BEHIND - len(left)]
 
     def _sample(self) -> None:
         recording = self.recording
@@ -305,18 +380,20 @@ def _read_member(member: Member) -> Status | None:
         return None
     try:
         url = (member.data_dir / "status.url").read_text(encoding="ascii")[:256].strip()
-        return parse_status(_fetch(url))
+        return parse_status(_fetch(url, member.inside))
     except (OSError, ValueError, http.client.HTTPException):  # not up yet, stopped, or just ended
         return None
 
 
-def _fetch(url: str) -> bytes:
+def _fetch(url: str, inside: Callable[[], AbstractContextManager[None]]) -> bytes:
     parts = urlsplit(url)
     if parts.scheme != "http" or parts.hostname != "127.0.0.1":
         raise ValueError(f"not a loopback status address: {url!r}")
     deadline = time.monotonic() + READ_TIMEOUT_S
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=READ_TIMEOUT_S)
     try:
+        with inside():
+            connection.connect()
         connection.request("GET", parts.path)
         return _read_bounded(connection.getresponse(), deadline)
     finally:

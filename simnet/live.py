@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from simnet.gather import NodeRecord, Recording, now_ms
-from simnet.page import format_bytes, format_seconds
+from simnet.markup import format_bytes, format_seconds
 
 PLAIN_EVERY_S = 5.0
 MAX_SHOWN_CHARS = 60
@@ -162,24 +162,26 @@ def _relay_text(node: NodeRecord) -> str:
 
 def _node_table(recording: Recording) -> Table:
     table = Table(box=box.SIMPLE, padding=(0, 1), expand=True)
-    for heading in ("node", "role", "state"):
+    # Where names say the role, the column is left out: on a narrow terminal what nodes do needs the room.
+    roles = not all(node.name.startswith(node.role) and not node.cheat for node in recording.nodes)
+    for heading in ("node", *(("role",) if roles else ()), "state"):
         table.add_column(heading, no_wrap=True)
     table.add_column("what", ratio=1, no_wrap=True, overflow="ellipsis")
     for heading in ("since", "accepted", "rejected"):
         table.add_column(heading, justify="right", no_wrap=True)
     for node in recording.nodes:
-        table.add_row(*_node_row(node, recording))
+        table.add_row(*_node_row(node, recording, role=roles))
     return table
 
 
-def _node_row(node: NodeRecord, recording: Recording) -> list[Text]:
+def _node_row(node: NodeRecord, recording: Recording, *, role: bool) -> list[Text]:
     status = node.status
     state = (status.state if status else "starting") if node.running else _end_of(node, recording)
     since = format_seconds((now_ms() - status.since_ms) / 1000) if status and node.running else ""
     accepted, rejected = _counts(node, recording)
     return [
         Text(node.name, style="bold red" if node.cheat else "bold"),
-        Text(f"cheat: {node.cheat}" if node.cheat else node.role),
+        *([Text(f"cheat: {node.cheat}" if node.cheat else node.role)] if role else []),
         Text(clean(state), style=_STATE_STYLES.get(state, "")),
         Text(clean(status.activity) if status and node.running else ""),
         Text(since),

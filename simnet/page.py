@@ -6,22 +6,24 @@ Whatever a node said of itself is escaped; how much of it is shown is bounded.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
+from simnet import page_figures as figures
 from simnet.charts import Bar, Interval, Line, Mark, bar_row, escape, line_chart, round_up, ticks
-from simnet.gather import Life, NodeRecord, Recording, VerdictRow
+from simnet.gather import NodeRecord, Recording, VerdictRow
+from simnet.markup import axis, format_bytes, format_seconds, framed, number, table, tick, time_ticks
 from simnet.summary import NodeSummary, Report
+from simnet.waits import spells
 
 MAX_VERDICTS = 500
 MAX_REASONS = 20
 SHORT_REASON_CHARS = 24
 MIN_SMOOTHED_STEPS = 20
 MAX_EVALUATIONS = 500
-MIN_MINUTES_AXIS_S = 180
-_TEMPLATE = Path(__file__).parent / "report.html"
-_OUTCOMES = {
+OUTCOMES = {
     "running": "still running",
     "finished": "run finished",
     "reached": "step reached",
@@ -34,56 +36,53 @@ _OUTCOMES = {
 def render_page(report: Report, recording: Recording) -> str:
     """The whole page."""
     names = {node.peer_id: node.name for node in recording.nodes}
-    return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
+    return fill_template(
+        "report.html",
         title=escape(f"{report.scenario}: simulation report"),
         heading=escape(report.title or report.scenario),
         badge=_badge(report),
-        subtitle=_subtitle(report),
+        subtitle=subtitle(report),
         problem=f'<p class="problem">{escape(report.problem, max_chars=2000)}</p>' if report.problem else "",
         tiles=_tiles(report),
+        oracles=figures.oracles(report.oracles),
         expectations=_expectations(report),
         reward=_reward_chart(report),
+        speed=figures.speed(report, recording),
         progress=_progress_chart(recording),
         timeline=_timeline(recording),
         faults=_faults(recording),
+        waits=figures.waits(report),
+        hops=figures.hops(report),
         contributors=_contributors(report),
         verdicts=_verdicts(recording, names),
-        traffic=_traffic(report),
+        traffic=figures.traffic(report),
+        machine=figures.machine(report, recording),
         nodes=_nodes(report),
     )
 
 
-def format_bytes(count: float) -> str:
-    """A number of bytes with a unit that keeps it short."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
-def format_seconds(seconds: float) -> str:
-    """A duration as people say it."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+def fill_template(name: str, **parts: str) -> str:
+    """A page from its template and the style that all pages share."""
+    here = Path(__file__).parent
+    style = (here / "page.css").read_text(encoding="utf-8")
+    return Template((here / name).read_text(encoding="utf-8")).substitute(style=style, **parts)
 
 
 def _badge(report: Report) -> str:
-    unmet = sum(not expectation.met for expectation in report.expectations)
     if report.passed:
         return '<span class="badge good">✓ passed</span>'
-    why = f"{unmet} expectation{'s' if unmet != 1 else ''} not met" if unmet else _OUTCOMES[report.outcome]
-    return f'<span class="badge bad">✗ {why}</span>'
+    unmet = sum(not expectation.met for expectation in report.expectations)
+    failed = report.failed_oracles
+    counts = ((unmet, "expectation{s} not met"), (failed, "oracle{s} failed"))
+    why = ", ".join(f"{count} {what.format(s='s' * (count != 1))}" for count, what in counts if count)
+    return f'<span class="badge bad">✗ {why or OUTCOMES[report.outcome]}</span>'
 
 
-def _subtitle(report: Report) -> str:
+def subtitle(report: Report) -> str:
     started = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(report.started_ms / 1000))
     parts = [
         escape(report.scenario),
-        _OUTCOMES[report.outcome],
+        OUTCOMES[report.outcome],
         started,
         format_seconds(report.wall_s),
         f"seed {report.seed}",
@@ -96,9 +95,16 @@ def _tiles(report: Report) -> str:
     total = f"of {report.total_steps}" if report.total_steps else "trained"
     wait = report.trainer_wait_fraction
     traffic = sum(relay.bytes_out for relay in report.bytes_by_relay.values())
+    oracles = Counter(one.outcome for one in report.oracles)
     tiles = [
+        (
+            "Oracles passed",
+            f"{oracles['passed']}/{len(report.oracles)}",
+            f"{oracles['failed']} failed, {oracles['could not tell']} could not tell",
+            _bad(oracles["failed"]),
+        ),
         ("Steps", str(report.steps), total, ""),
-        ("Reward", _number(report.reward_last_tenth), f"last tenth{_signed(report.reward_gain)}", ""),
+        ("Reward", number(report.reward_last_tenth), f"last tenth{_signed(report.reward_gain)}", ""),
         ("Accepted", str(report.accepted), "submissions", ""),
         (
             "Rejected",
@@ -125,14 +131,14 @@ def _tiles(report: Report) -> str:
 def _expectations(report: Report) -> str:
     rows = [
         [
-            _tick(expectation.met),
+            tick(expectation.met),
             escape(expectation.name.replace("_", " ")),
             escape(expectation.goal),
             escape(expectation.value),
         ]
         for expectation in report.expectations
     ]
-    return _table(["", "what", "goal", "found"], rows, none="The scenario expects nothing but to come to its end.")
+    return table(["", "what", "goal", "found"], rows, none="The scenario expects nothing but to come to its end.")
 
 
 def _reward_chart(report: Report) -> str:
@@ -144,12 +150,12 @@ def _reward_chart(report: Report) -> str:
     marks = [Mark(float(fault.step), f"step {fault.step}: {fault.node} {fault.action}") for fault in report.faults]
     hover = [Mark(step, f"step {step:.0f}: reward {mean:.3f}") for step, mean in points]
     lines = (
-        [Line("raw", points), Line("smooth", _smoothed(points))]
+        [Line("raw", points), Line("smooth", smoothed(points))]
         if len(points) >= MIN_SMOOTHED_STEPS
         else [Line("smooth", points)]
     )
     plot = line_chart(lines, x_end=x_end, y_end=y_end, hover=hover, marks=marks, intervals=_intervals(report))
-    return _framed(
+    return framed(
         plot,
         [f"{y_end * part / 4:.2f}" for part in range(5)],
         [(x / x_end, f"{x:g}") for x in ticks(x_end)],
@@ -191,45 +197,28 @@ def _progress_chart(recording: Recording) -> str:
         Line("accepted", [(at_s, float(sample.accepted)) for at_s, sample in samples]),
         Line("rejected", [(at_s, float(sample.rejected)) for at_s, sample in samples]),
     ]
-    plot = line_chart(lines, x_end=x_end, y_end=y_end, hover=hover)
-    return _framed(plot, [f"{y_end * part / 4:g}" for part in range(5)], *_time_ticks(x_end))
+    plot = line_chart(lines, x_end=x_end, y_end=y_end, hover=hover, marks=figures.fault_marks(recording))
+    return framed(plot, [f"{y_end * part / 4:g}" for part in range(5)], *time_ticks(x_end))
 
 
 def _timeline(recording: Recording) -> str:
     x_end = _length_s(recording)
-    rows = []
+    every = figures.fault_marks(recording)
+    rows = [f'<div class="who">faults</div><div>{bar_row([], x_end=x_end, marks=every)}</div>'] if every else []
     for node in recording.nodes:
-        marks = [
-            Mark((fault.at_ms - recording.started_ms) / 1000, f"{fault.node}: {fault.action} at step {fault.step}")
-            for fault in recording.faults
-            if fault.node == node.name
-        ]
+        marks = [mark for mark, fault in zip(every, recording.faults, strict=True) if fault.node == node.name]
         label = f'<div class="who">{escape(node.name)}{_tag(node.cheat)}</div>'
         rows.append(label + f"<div>{bar_row(_bars(node, recording), x_end=x_end, marks=marks)}</div>")
-    labels, unit = _time_ticks(x_end)
-    axis = "".join(_axis_label(at, text) for at, text in labels)
-    bottom = f'<div></div><div class="axis">{axis}</div>'
-    return f'<div class="rows">{"".join(rows)}{bottom}</div><div class="axis-name">{unit}</div>'
+    labels, unit = time_ticks(x_end)
+    return f'<div class="rows">{"".join(rows)}<div></div>{axis(labels)}</div><div class="axis-name">{unit}</div>'
 
 
 def _bars(node: NodeRecord, recording: Recording) -> list[Bar]:
-    return [bar for life in node.lives for bar in _bars_of_life(life, node.timeline, recording)]
-
-
-def _bars_of_life(life: Life, timeline: Sequence[tuple[int, str, str]], recording: Recording) -> Iterable[Bar]:
-    """What a node did in one life: until its first word it started, and what it did last it did until its end."""
-    end_ms = life.ended_ms or recording.ended_ms or life.started_ms
-    spells = [(life.started_ms, "waiting", "starting")]
-    spells += [entry for entry in timeline if life.started_ms <= entry[0] < end_ms]
-    for (at_ms, kind, what), until_ms in zip(spells, [spell[0] for spell in spells[1:]] + [end_ms], strict=True):
-        if until_ms > at_ms:
-            style = "working" if kind == "working" else "waiting"
-            yield Bar(
-                (at_ms - recording.started_ms) / 1000,
-                (until_ms - recording.started_ms) / 1000,
-                style,
-                f"{style}: {what}",
-            )
+    end_ms, start_ms = recording.ended_ms or recording.started_ms, recording.started_ms
+    return [
+        Bar((begin_ms - start_ms) / 1000, (stop_ms - start_ms) / 1000, kind, f"{kind}: {what}")
+        for begin_ms, stop_ms, kind, what in spells(node, end_ms)
+    ]
 
 
 def _faults(recording: Recording) -> str:
@@ -254,7 +243,7 @@ def _contributors(report: Report) -> str:
         for node in report.nodes
         if node.role == "inference"
     ]
-    return _table(
+    return table(
         ["contributor", "standing", "accepted", "rejected", "why", "relays refused"],
         rows,
         none="Nobody contributed.",
@@ -265,10 +254,10 @@ def _contributors(report: Report) -> str:
 def _verdicts(recording: Recording, names: dict[str, str]) -> str:
     verdicts = recording.trainer.verdicts[-MAX_VERDICTS:]
     head = ["step", "contributor", "verdict", "reward", "reason", "submission"]
-    rejected = _table(
+    rejected = table(
         head, [_verdict(verdict, names) for verdict in recording.against], none="None was rejected.", numeric=(0, 3)
     )
-    every = _table(head, [_verdict(verdict, names) for verdict in verdicts], none="There are none.", numeric=(0, 3))
+    every = table(head, [_verdict(verdict, names) for verdict in verdicts], none="There are none.", numeric=(0, 3))
     return f"{rejected}<details><summary>The newest {len(verdicts)} verdicts</summary>{every}</details>"
 
 
@@ -279,42 +268,15 @@ def _verdict(verdict: VerdictRow, names: dict[str, str]) -> list[str]:
         str(verdict.step),
         escape(names.get(verdict.contributor, verdict.contributor[-8:])),
         f'<span class="{style}">{escape(verdict.outcome)}{hard}</span>',
-        _number(verdict.mean_reward),
+        number(verdict.mean_reward),
         escape(verdict.reason),
         f'<span class="mono">{escape(verdict.submission[:12])}</span>',
     ]
 
 
-def _traffic(report: Report) -> str:
-    largest = max([relay.bytes_out for relay in report.bytes_by_relay.values()] + [1])
-    rows = [
-        [
-            escape(name),
-            f'<div class="gauge"><span style="width:{100 * relay.bytes_out / largest:.1f}%"></span></div>',
-            format_bytes(relay.bytes_out),
-            format_bytes(relay.bytes_in),
-        ]
-        for name, relay in report.bytes_by_relay.items()
-    ]
-    table = _table(["relay", "", "gave out", "took in"], rows, none="There was no relay.", numeric=(2, 3))
-    return table + _downloads(report)
-
-
-def _downloads(report: Report) -> str:
-    """How much patches spared, over everyone who downloads."""
-    found = report.downloads
-    if not found.patched_bytes + found.full_bytes:
-        return ""
-    stood_for = format_bytes(found.patched_bytes + found.saved_bytes)
-    return (
-        f'<p class="aside">Policies came as {format_bytes(found.patched_bytes)} of patches and packed shards that '
-        f"stood for {stood_for}, and as {format_bytes(found.full_bytes)} of whole shards.</p>"
-    )
-
-
 def _nodes(report: Report) -> str:
     head = ["node", "role", "state", "starts", "CPU", "memory", "peer id", "log"]
-    return _table(head, [_node(node) for node in report.nodes], none="There are none.", numeric=(3, 4, 5))
+    return table(head, [_node(node) for node in report.nodes], none="There are none.", numeric=(3, 4, 5))
 
 
 def _node(node: NodeSummary) -> list[str]:
@@ -331,44 +293,11 @@ def _node(node: NodeSummary) -> list[str]:
     ]
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, none: str, numeric: tuple[int, ...] = ()) -> str:
-    """A table of cells that are HTML already."""
-    if not rows:
-        return f'<p class="none">{none}</p>'
-    styles = [' class="number"' if index in numeric else "" for index in range(len(head))]
-    top = "".join(f"<th{style}>{name}</th>" for name, style in zip(head, styles, strict=True))
-    body = "".join(
-        f"<tr>{''.join(f'<td{style}>{cell}</td>' for cell, style in zip(row, styles, strict=True))}</tr>"
-        for row in rows
-    )
-    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _framed(plot: str, y_labels: Sequence[str], x_labels: Sequence[tuple[float, str]], x_name: str) -> str:
-    """A plot between its labels; y labels from the bottom up."""
-    left = "".join(f"<span>{label}</span>" for label in reversed(y_labels))
-    below = "".join(_axis_label(at, text) for at, text in x_labels)
-    return (
-        f'<div class="frame"><div class="y">{left}</div>{plot}<div></div><div class="axis">{below}</div></div>'
-        f'<div class="axis-name">{x_name}</div>'
-    )
-
-
-def _axis_label(at: float, text: str) -> str:
-    return f'<span style="left:{100 * min(1.0, at):.2f}%">{text}</span>'
-
-
-def _time_ticks(x_end_s: float) -> tuple[list[tuple[float, str]], str]:
-    """Places and texts of the ticks of a time axis, and their unit."""
-    unit_s, unit = (1, "seconds") if x_end_s < MIN_MINUTES_AXIS_S else (60, "minutes")
-    return [(unit_s * at / x_end_s, f"{at:g}") for at in ticks(x_end_s / unit_s)], unit
-
-
 def _length_s(recording: Recording) -> float:
     return max(1.0, ((recording.ended_ms or recording.started_ms) - recording.started_ms) / 1000)
 
 
-def _smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Mean of each point with its neighbours, a twentieth of the run to each side."""
     reach = max(1, len(points) // 20)
     windows = ((x, [y for _, y in points[max(0, i - reach) : i + reach + 1]]) for i, (x, _) in enumerate(points))
@@ -393,14 +322,6 @@ def _name(node: NodeSummary) -> str:
 
 def _tag(cheat: str | None) -> str:
     return f' <span class="tag" title="{escape(cheat)}">cheat</span>' if cheat else ""
-
-
-def _tick(met: bool) -> str:
-    return '<span class="good" aria-label="met">✓</span>' if met else '<span class="bad" aria-label="not met">✗</span>'
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
 
 
 def _signed(value: float | None) -> str:

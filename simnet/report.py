@@ -10,14 +10,23 @@ from pathlib import Path
 
 from simnet.expectations import judge
 from simnet.gather import Contributor, EvaluationSeen, Life, NodeRecord, Outcome, Recording, as_json
+from simnet.hops import hops_of, throughput_of
+from simnet.oracles import Evidence, judge_all
+from simnet.oracles.books import read_books
+from simnet.oracles.logs import read_checkpoints
 from simnet.page import render_page
-from simnet.summary import Downloads, NodeSummary, Report, Traffic
+from simnet.summary import FORMAT, Downloads, NodeSummary, Report, Traffic
+from simnet.waits import waits_of
 
 GOOD_OUTCOMES: tuple[Outcome, ...] = ("finished", "reached")
 
 
-def build_report(recording: Recording) -> Report:
-    """Work out every figure and judge the scenario's expectations."""
+def build_report(recording: Recording, evidence: Evidence | None = None) -> Report:
+    """Work out every figure, have the oracles judge, and hold the scenario's expectations against it.
+
+    Without `evidence` there is the recording alone: no ledger and no logs.
+    """
+    evidence = evidence or Evidence(recording)
     trainer = recording.trainer
     reward = [mean for _, mean in sorted(trainer.rewards, key=lambda entry: entry[0])]
     first, last = _tenths(reward)
@@ -27,6 +36,7 @@ def build_report(recording: Recording) -> Report:
     busy_s = trainer.wait_s + trainer.train_s
     evaluations = sorted(trainer.evaluations, key=lambda one: one.step)
     report = Report(
+        format=FORMAT,
         scenario=recording.scenario.name,
         title=recording.scenario.title,
         run=recording.run,
@@ -58,15 +68,36 @@ def build_report(recording: Recording) -> Report:
         nodes=[_summary(node, contributors.get(node.peer_id)) for node in recording.nodes],
         faults=recording.faults,
         expectations=[],
+        oracles=judge_all(evidence),
+        throughput=throughput_of(evidence),
+        hops=hops_of(evidence),
+        waits=waits_of(recording),
+        machine_late_p99_ms=recording.late_p99_ms,
     )
     report.expectations = judge(recording.scenario.expect, report)
-    report.passed = report.outcome in GOOD_OUTCOMES and all(expectation.met for expectation in report.expectations)
+    met = all(expectation.met for expectation in report.expectations)
+    report.passed = report.outcome in GOOD_OUTCOMES and met and not report.failed_oracles
     return report
+
+
+def gather_evidence(recording: Recording, out_dir: Path) -> Evidence:
+    """What the nodes of a simulation left on disk, read once all of them have ended."""
+    directories = {node.name: out_dir / "nodes" / node.name for node in recording.nodes}
+    trainer = next((node.name for node in recording.nodes if node.role == "trainer"), None)
+    if trainer is None:
+        return Evidence(recording)
+    return Evidence(
+        recording,
+        books=read_books({name: path / "data" for name, path in directories.items()}, trainer=trainer),
+        checkpoints=read_checkpoints(
+            {node.name: (node.role, directories[node.name] / "log.txt") for node in recording.nodes}
+        ),
+    )
 
 
 def write_report(recording: Recording, out_dir: Path) -> tuple[Report, Path]:
     """Write report.json and report.html; the report and the path of the former."""
-    report = build_report(recording)
+    report = build_report(recording, gather_evidence(recording, out_dir))
     (out_dir / "report.html").write_text(render_page(report, recording), encoding="utf-8")
     path = out_dir / "report.json"
     path.write_bytes(as_json(report) + b"\n")

@@ -7,26 +7,29 @@ run stands, decide whether it is over. However it is over, every process has end
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
 
 from node.run_create import model_directory
 from protocol.errors import ConfigError, DataDirError, NodeError
+from simnet.commands import CliCommands, Commands
 from simnet.faults import FaultPlan
-from simnet.fleet import CliCommands, Commands, Fleet, available_memory_mb, check_memory
+from simnet.fleet import Fleet
 from simnet.gather import FaultMark, Gatherer, NodeRecord, Outcome, Recording, now_ms
+from simnet.interrupts import interruptible
 from simnet.live import View, make_view
+from simnet.memory import available_memory_mb, check_memory, fitted, needed_memory_mb
 from simnet.recipe_file import write_recipe
 from simnet.report import write_report
 from simnet.scenario import Scenario, load_scenario
+from simnet.scenario_checks import check_possible
+from simnet.summary import Report
+from simnet.timeline import describe, plan_faults
 from simnet.weights import drop_weights
 from trainer.recipe import load_recipe
 
@@ -43,23 +46,25 @@ def run_scenario(
     out_dir: str | Path,
     *,
     seed: int = 0,
+    short: bool = False,
     live: bool = True,
     overrides: Mapping[str, Any] | None = None,
     commands: Commands | None = None,
 ) -> int:
     """Run a scenario and leave its report in `out_dir`: 0 when it came to its end and every expectation is met.
 
-    Otherwise 1, or 130 after Ctrl-C (or SIGTERM). `overrides` replaces values of the scenario, table by table;
-    `commands` builds the nodes' command lines. The path of report.json is the last line of stdout. Raises ConfigError
-    or another NodeError when the simulation cannot start.
+    Otherwise 1, or 130 after Ctrl-C (or SIGTERM). `short` takes its short form; `overrides` replaces values of the
+    scenario, table by table; `commands` builds the nodes' command lines. The path of report.json is the last line of
+    stdout. Raises ConfigError or another NodeError when the simulation cannot start.
     """
-    scenario = load_scenario(name_or_path, overrides)
-    check_memory(scenario, available_memory_mb())
+    scenario = _load(name_or_path, overrides, short=short)
     out = _make_out_dir(Path(out_dir))
     write_recipe(scenario.run, out / "recipe.toml", seed=seed)
-    model_directory(load_recipe(out / "recipe.toml").model.source)  # made or downloaded while nobody waits for it
+    recipe = load_recipe(out / "recipe.toml")
+    check_possible(scenario, recipe)
+    model_directory(recipe.model.source)  # made or downloaded while nobody waits for it
     console = Console()
-    with _terminable(), Fleet(scenario, out, commands=commands or CliCommands(), seed=seed) as fleet:
+    with interruptible(), Fleet(scenario, out, commands=commands or CliCommands(), seed=seed) as fleet:
         recording = Simulation(scenario, fleet, recipe=out / "recipe.toml", seed=seed).run(
             make_view(console, live=live)
         )
@@ -71,6 +76,10 @@ def run_scenario(
     for expectation in report.expectations:
         mark = "met" if expectation.met else "NOT MET"
         _say(console, f"{mark:8} {expectation.name} {expectation.goal} (found {expectation.value})")
+    for judgement in report.oracles:
+        _say(console, f"{judgement.outcome:14} {judgement.name}: {judgement.finding}")
+    for line in _evaluations(report):
+        _say(console, line)
     if recording.problem:
         _say(console, recording.problem)
     _say(console, f"report for people: {path.with_suffix('.html')}")
@@ -80,6 +89,34 @@ def run_scenario(
     return 0 if report.passed else 1
 
 
+def _evaluations(report: Report) -> list[str]:
+    """What the first and the last policy do with held-out prompts."""
+    scores = [(one.step, score) for one in report.evaluations for score in one.pass_at if score.k == 1]
+    return [
+        f"pass@1 {score.value:.3f} on held-out prompts after {step} steps (95 %: {score.low:.3f} to {score.high:.3f})"
+        for step, score in [*scores[:1], *scores[1:][-1:]]
+    ]
+
+
+def plan_scenario(name_or_path: str | Path, *, seed: int = 0, short: bool = False) -> list[str]:
+    """What a scenario would do here, a line each: its nodes, its faults in the order of each node, its memory."""
+    scenario = _load(name_or_path, None, short=short)
+    nodes = [
+        f"{plan.name}: {plan.cheat or plan.attack or plan.role}{' (joins later)' if plan.absent else ''}"
+        for plan in scenario.nodes()
+    ]
+    faults = list(describe(plan_faults(scenario, seed)))
+    memory = f"about {needed_memory_mb(scenario)} MB of memory, of which {available_memory_mb()} MB are free"
+    return [scenario.title or scenario.name, *nodes, *(faults or ["no faults"]), memory]
+
+
+def _load(name_or_path: str | Path, overrides: Mapping[str, Any] | None, *, short: bool) -> Scenario:
+    free_mb = available_memory_mb()
+    scenario = fitted(load_scenario(name_or_path, overrides, short=short), free_mb)
+    check_memory(scenario, free_mb)
+    return scenario
+
+
 class Simulation:
     """One run of a scenario by a fleet."""
 
@@ -87,7 +124,7 @@ class Simulation:
         self._scenario = scenario
         self._fleet = fleet
         self._recipe = recipe
-        self._faults = FaultPlan(scenario.fault)
+        self._faults = FaultPlan(plan_faults(scenario, seed))
         records = [NodeRecord(plan.name, plan.role, "", plan.cheat) for plan in scenario.nodes()]
         self._recording = Recording(scenario, run="", seed=seed, started_ms=now_ms(), nodes=records)
         self._started_s = time.monotonic()
@@ -111,12 +148,16 @@ class Simulation:
                 self._fleet.close()
             gatherer.poll()
             gatherer.read_final()
+            gatherer.look_behind()
             view.show(recording)
         return recording
 
     def _start(self, gatherer: Gatherer, view: View) -> None:
         view.say(f"simulation {self._scenario.name}: creating {len(self._fleet.members)} identities and the run")
         self._fleet.prepare(self._recipe)
+        self._recording.notes = list(self._fleet.notes)
+        for note in self._fleet.notes:
+            view.say(f"note: {note}")
         self._recording.run = self._fleet.run
         for record in self._recording.nodes:
             record.peer_id = self._fleet.members[record.name].peer_id
@@ -206,24 +247,6 @@ def _make_out_dir(out: Path) -> Path:
     except OSError as error:
         raise DataDirError(f"{out} cannot be created: {error.strerror}") from error
     return out.resolve()
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Take SIGTERM and a closed terminal for Ctrl-C, so that whoever stops the simulation leaves no nodes behind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(_: int, __: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _say(console: Console, text: str) -> None:

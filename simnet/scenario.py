@@ -1,49 +1,57 @@
-"""What a simulation is: a TOML file that says who takes part, which faults strike, until when, and what must hold.
+"""What a simulation is: a TOML file that says who takes part, over which links, which faults strike, until when, and
+what must hold.
 
-Unknown names are refused with the nearest known one. Which cheats exist is `simnet.cheats`'s business, what an
-expectation means `simnet.expectations`'.
+Here are the schema and the reading of files. What is wrong with one beyond its form is found in
+`simnet.scenario_checks`; when which fault strikes is worked out in `simnet.timeline`; which cheats exist is
+`simnet.cheats`'s business, what an expectation means `simnet.expectations`'.
 """
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 from protocol.errors import ConfigError
-from simnet.cheats import CHEATS
 
 SCENARIO_DIR = Path(__file__).parent / "scenarios"
 MAX_FILE_BYTES = 256 * 1024
-MAX_NODES = 64
+MAX_NODES = 240
+"""Each node may have a network of its own, of which there are so many (simnet.links)."""
 
-Role = Literal["trainer", "relay", "validator", "inference"]
+Role = Literal["trainer", "relay", "validator", "inference", "watch", "hostile"]
 Engine = Literal["torch", "transformers", "vllm"]
-Action = Literal["kill", "stop", "continue", "leave", "join"]
+Nat = Literal["none", "port-preserving", "symmetric"]
+Action = Literal[
+    "kill",
+    "stop",
+    "continue",
+    "leave",
+    "join",
+    "restart",
+    "partition",
+    "heal",
+    "clock",
+    "disk-full",
+    "disk-free",
+    "disk-slow",
+    "disk-normal",
+]
 NodeName = Annotated[str, Meta(min_length=1, max_length=24, pattern=r"^[a-z][a-z0-9-]*$")]
+Pattern = Annotated[str, Meta(min_length=1, max_length=40)]
+"""A node's name, or several's with `*` in it."""
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Natural = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0, le=7 * 86400)]
+Mbit = Annotated[float, Meta(gt=0, le=10_000)]
 
-_STATE_AFTER: dict[Action, str] = {
-    "kill": "gone",
-    "leave": "gone",
-    "join": "running",
-    "stop": "stopped",
-    "continue": "running",
-}
-_STATES_BEFORE: dict[Action, tuple[str, ...]] = {
-    "kill": ("running", "stopped"),
-    "leave": ("running",),
-    "join": ("gone",),
-    "stop": ("running",),
-    "continue": ("stopped",),
-}
+PROCESS_ACTIONS: Final = ("kill", "stop", "continue", "leave", "join", "restart")
 
 
 class Part(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -62,29 +70,87 @@ class RunPlan(Part, frozen=True, kw_only=True):
     """Whether checkpoints stay on the nodes' disks. If not, the trainer keeps the newest, and the others none."""
 
 
+class Link(Part, frozen=True, kw_only=True):
+    """`[link.NAME]`: what lies between a node and all others. Without a value there is no such limit."""
+
+    down_mbit: Mbit | None = None
+    up_mbit: Mbit | None = None
+    delay_ms: Annotated[float, Meta(ge=0, le=5000)] = 0.0
+    """One way; a round trip between two nodes takes twice the sum of theirs."""
+    loss: Annotated[float, Meta(ge=0, le=0.5)] = 0.0
+    """Share of packets that are lost, in each direction."""
+    nat: Nat = "none"
+    """Whether the node sits behind a router that translates addresses, and how that chooses ports."""
+
+
 class FleetEntry(Part, frozen=True, kw_only=True):
     """`[[fleet]]`: some nodes of one kind, named `<name>-0`, `<name>-1` …"""
 
     role: Role
     name: NodeName | None = None
-    """Without one: the cheat's name, or the role."""
+    """Without one: the cheat's or attack's name, or the role."""
     count: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 1
+    short_count: Annotated[int, Meta(ge=1, le=MAX_NODES)] | None = None
+    """`count` in the short form."""
+    fill: bool = False
+    """Fewer than `count` if this machine's memory holds no more, but at least one."""
     cheat: str | None = None
+    attack: str | None = None
+    """What a hostile peer of the DHT does."""
     engine: Engine = "torch"
     """What an inference node generates with."""
     threads: Annotated[int, Meta(ge=1, le=64)] = 1
     nice: Annotated[int, Meta(ge=0, le=19)] = 0
     memory_mb: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
     """What one of them takes; unless given, what nodes of small policies do."""
+    link: str | None = None
+    """The name of a `[link.NAME]`."""
+    settings: dict[str, Any] = {}
+    """Settings of the nodes, as in a file for `--config`."""
+    disk_mb: Annotated[int, Meta(ge=8, le=1 << 16)] | None = None
+    """Size of its data directory, a file system in memory; needs root."""
+    clock_ahead_s: Annotated[float, Meta(ge=-1e9, le=1e9)] = 0.0
+    """How far its clock is ahead from the start; negative: behind."""
+    join_at_s: Seconds | None = None
+    """When the first of them starts; without it, at the start."""
+    join_every_s: Seconds = 0.0
+    """How long after it the next one does, and so on."""
+    leave_at_s: Seconds | None = None
+    leave_every_s: Seconds = 0.0
 
 
 class Fault(Part, frozen=True, kw_only=True):
-    """`[[fault]]`: what happens to a node, once the run reaches a step or some seconds after the start."""
+    """`[[fault]]`: what happens to nodes, once the run reaches a step or some seconds after the start."""
 
-    node: str
+    node: Pattern
     action: Action
     at_step: Natural | None = None
-    at_s: Annotated[float, Meta(ge=0)] | None = None
+    at_s: Seconds | None = None
+    for_s: Seconds | None = None
+    """After how many seconds it is undone: what was killed or left joins, what was stopped continues, and so on."""
+    seconds: Annotated[float, Meta(ge=-1e9, le=1e9)] | None = None
+    """Of `clock`: how far ahead the clock then is."""
+    sync_ms: Annotated[float, Meta(gt=0, le=60_000)] | None = None
+    """Of `disk-slow`: how much longer each write takes to become durable."""
+    side: str = ""
+    """Of `partition`, worked out: nodes with the same one see each other, and no others."""
+
+
+class RandomFaults(Part, frozen=True, kw_only=True):
+    """`[[random]]`: faults drawn from the simulation's seed; each is undone after a while."""
+
+    nodes: Pattern
+    actions: Annotated[tuple[Action, ...], Meta(min_length=1)]
+    count: Annotated[int, Meta(ge=1, le=10_000)]
+    from_step: Natural | None = None
+    to_step: Natural | None = None
+    from_s: Seconds | None = None
+    to_s: Seconds | None = None
+    for_s: tuple[Seconds, Seconds] = (5.0, 20.0)
+    """Shortest and longest."""
+    seconds: Annotated[float, Meta(ge=0, le=1e9)] = 60.0
+    """Most that a clock is moved, either way."""
+    sync_ms: Annotated[float, Meta(gt=0, le=60_000)] = 50.0
 
 
 class Until(Part, frozen=True, kw_only=True):
@@ -121,10 +187,17 @@ class NodePlan(Part, frozen=True, kw_only=True):
     cheat: str | None
     threads: int
     nice: int
+    absent: bool
+    """Starts only when a `join` says so: true where the first thing that happens to its process is one."""
     engine: Engine = "torch"
     memory_mb: int | None = None
-    absent: bool
-    """Starts only when a `join` says so: true where the first fault of the node is one."""
+    attack: str | None = None
+    link: Link = Link()
+    settings: dict[str, Any] = {}
+    disk_mb: int | None = None
+    clock_ahead_s: float = 0.0
+    meddled: bool = False
+    """Whether something within its process is tampered with: its clock, or how fast its disk is."""
 
 
 class Scenario(Part, frozen=True, kw_only=True):
@@ -132,25 +205,40 @@ class Scenario(Part, frozen=True, kw_only=True):
 
     name: str
     title: str = ""
+    network: Literal["auto", "namespaces", "proxy"] = "auto"
+    """How links and partitions are made: `auto` takes namespaces where it can."""
     run: RunPlan = RunPlan()
+    link: dict[str, Link] = {}
     fleet: Annotated[tuple[FleetEntry, ...], Meta(min_length=1)]
     fault: tuple[Fault, ...] = ()
+    random: tuple[RandomFaults, ...] = ()
     until: Until = Until()
     expect: Expect = Expect()
 
     def nodes(self) -> tuple[NodePlan, ...]:
         """Every node of the fleet in the order of the file; names are unique."""
+        return tuple(self._plan(entry, name) for entry, _, name in self.named())
+
+    def named(self) -> tuple[tuple[FleetEntry, int, str], ...]:
+        """Every node as its entry, its number among that entry's nodes, and its name."""
         counts: Counter[str] = Counter()
-        plans = []
+        found = []
         for entry in self.fleet:
-            base = entry.name or entry.cheat or entry.role
-            for _ in range(entry.count):
-                plans.append(self._plan(entry, f"{base}-{counts[base]}"))
+            base = entry.name or entry.cheat or entry.attack or entry.role
+            for number in range(entry.count):
+                found.append((entry, number, f"{base}-{counts[base]}"))
                 counts[base] += 1
-        return tuple(plans)
+        return tuple(found)
+
+    def matching(self, pattern: str) -> list[str]:
+        """Names of the nodes that a pattern means."""
+        return [name for _, _, name in self.named() if fnmatchcase(name, pattern)]
 
     def _plan(self, entry: FleetEntry, name: str) -> NodePlan:
-        first = next((fault.action for fault in self.fault if fault.node == name), None)
+        actions = [fault.action for fault in self.fault if fnmatchcase(name, fault.node)]
+        drawn = {action for draw in self.random if fnmatchcase(name, draw.nodes) for action in draw.actions}
+        process = next((action for action in actions if action in PROCESS_ACTIONS), None)
+        full = "disk-full" in {*actions, *drawn}
         return NodePlan(
             name=name,
             role=entry.role,
@@ -159,8 +247,18 @@ class Scenario(Part, frozen=True, kw_only=True):
             nice=entry.nice,
             engine=entry.engine,
             memory_mb=entry.memory_mb,
-            absent=first == "join",
+            absent=process == "join" or entry.join_at_s is not None,
+            attack=entry.attack,
+            link=self.link[entry.link] if entry.link in self.link else Link(),
+            settings=entry.settings,
+            disk_mb=entry.disk_mb or (DISK_MB if full else None),
+            clock_ahead_s=entry.clock_ahead_s,
+            meddled=bool(entry.clock_ahead_s or {"clock", "disk-slow"} & {*actions, *drawn}),
         )
+
+
+DISK_MB: Final = 128
+"""Size of the data directory of a node whose disk is to become full, unless the fleet says otherwise."""
 
 
 def scenario_names() -> list[str]:
@@ -168,36 +266,53 @@ def scenario_names() -> list[str]:
     return sorted(path.stem for path in SCENARIO_DIR.glob("*.toml"))
 
 
-def load_scenario(name_or_path: str | Path, overrides: Mapping[str, Any] | None = None) -> Scenario:
+def load_scenario(
+    name_or_path: str | Path, overrides: Mapping[str, Any] | None = None, *, short: bool = False
+) -> Scenario:
     """Read a scenario by name, or from a path that ends in `.toml`; `overrides` replaces values, table by table.
 
-    Raises ConfigError that says what is wrong and where.
+    `short` takes its short form. Raises ConfigError that says what is wrong and where.
     """
     path = _find(name_or_path)
-    table = merge_tables(_read(path), overrides or {})
-    return parse_scenario(table, name=path.stem)
+    return parse_scenario(_read(path), name=path.stem, overrides=overrides, short=short)
 
 
-def parse_scenario(table: Mapping[str, Any], *, name: str) -> Scenario:
+def parse_scenario(
+    table: Mapping[str, Any], *, name: str, overrides: Mapping[str, Any] | None = None, short: bool = False
+) -> Scenario:
     """Check a scenario's tables. Raises ConfigError."""
-    _check_names(table, name)
+    from simnet import scenario_checks
+
+    table = merge_tables(table, overrides or {})
+    scenario_checks.check_names(table, name)
+    changes = table.pop("short", {})
+    table = merge_tables(table, changes) if short else table
+    if short:
+        scenario_checks.check_names(table, name)
     try:
         scenario = msgspec.convert({**table, "name": name}, Scenario)
     except (msgspec.ValidationError, RecursionError) as error:
         raise ConfigError(f"scenario {name!r}: {_readable(error)}") from error
-    _check_fleet(scenario)
-    _check_faults(scenario)
+    scenario = _shortened(scenario) if short else scenario
+    scenario_checks.check(scenario)
     return scenario
 
 
+def _shortened(scenario: Scenario) -> Scenario:
+    fleet = tuple(msgspec.structs.replace(entry, count=entry.short_count or entry.count) for entry in scenario.fleet)
+    return msgspec.structs.replace(scenario, fleet=fleet)
+
+
 def _find(name_or_path: str | Path) -> Path:
+    from simnet.scenario_checks import nearest
+
     text = str(name_or_path)
     if text.endswith(".toml"):
         return Path(text)
     known = scenario_names()
     if text not in known:
         raise ConfigError(
-            f"there is no scenario {text[:80]!r}{_nearest(text, known)}",
+            f"there is no scenario {text[:80]!r}{nearest(text, known)}",
             hint=f"name one of: {', '.join(known)}; or give the path of a .toml file",
         )
     return SCENARIO_DIR / f"{text}.toml"
@@ -224,89 +339,6 @@ def merge_tables(table: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
         old = merged.get(key)
         merged[key] = merge_tables(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged
-
-
-def _check_names(table: Mapping[str, Any], name: str) -> None:
-    """Refuse what msgspec would refuse too, but with the nearest known name."""
-    top = {"title": None, "run": RunPlan, "fleet": FleetEntry, "fault": Fault, "until": Until, "expect": Expect}
-    _check_keys(table, top, f"scenario {name!r}")
-    for key, kind in top.items():
-        if kind is None:
-            continue
-        for index, part in _parts(table.get(key)):
-            where = f"scenario {name!r}, [[{key}]] number {index + 1}" if index >= 0 else f"scenario {name!r}, [{key}]"
-            _check_keys(part, kind.__struct_fields__, where)
-            _check_choice(part.get("role"), get_args(Role), "role", where)
-            _check_choice(part.get("action"), get_args(Action), "action", where)
-            _check_choice(part.get("cheat"), CHEATS, "cheat", where)
-
-
-def _parts(value: object) -> Iterable[tuple[int, Mapping[str, Any]]]:
-    if isinstance(value, Mapping):
-        yield -1, value
-    elif isinstance(value, list | tuple):
-        yield from ((index, part) for index, part in enumerate(value) if isinstance(part, Mapping))
-
-
-def _check_keys(part: Mapping[str, Any], known: Iterable[str], where: str) -> None:
-    names = list(known)
-    for key in part:
-        if key not in names:
-            raise ConfigError(
-                f"{where}: unknown name {key[:80]!r}{_nearest(key, names)}", hint=f"known: {', '.join(names)}"
-            )
-
-
-def _check_choice(value: object, known: Iterable[str], what: str, where: str) -> None:
-    names = list(known)
-    if isinstance(value, str) and value not in names:
-        raise ConfigError(
-            f"{where}: unknown {what} {value[:80]!r}{_nearest(value, names)}", hint=f"known: {', '.join(names)}"
-        )
-
-
-def _check_fleet(scenario: Scenario) -> None:
-    nodes = scenario.nodes()
-    if len(nodes) > MAX_NODES:
-        raise ConfigError(f"scenario {scenario.name!r} has {len(nodes)} nodes; at most {MAX_NODES} are allowed")
-    counts = Counter(node.role for node in nodes)
-    if counts["trainer"] != 1:
-        raise ConfigError(f"scenario {scenario.name!r} has {counts['trainer']} trainers; a run has exactly one")
-    for role in ("relay", "validator"):
-        if not counts[role]:
-            raise ConfigError(f"scenario {scenario.name!r} has no {role}", hint=f'add [[fleet]] role = "{role}"')
-    honest = [node for node in nodes if node.role != "inference" and node.cheat]
-    if honest:
-        raise ConfigError(f"{honest[0].name}: a cheat is an inference node, not a {honest[0].role}")
-    others = [node for node in nodes if node.role != "inference" and node.engine != "torch"]
-    if others:
-        raise ConfigError(f"{others[0].name}: only inference nodes choose their engine, a {others[0].role} uses torch")
-
-
-def _check_faults(scenario: Scenario) -> None:
-    plans = {node.name: node for node in scenario.nodes()}
-    states = {name: "gone" if plan.absent else "running" for name, plan in plans.items()}
-    latest: dict[tuple[str, str], float] = {}
-    for number, fault in enumerate(scenario.fault, start=1):
-        where = f"scenario {scenario.name!r}, [[fault]] number {number}"
-        _check_choice(fault.node, plans, "node", where)
-        if (fault.at_step is None) == (fault.at_s is None):
-            raise ConfigError(f"{where}: give exactly one of at_step and at_s")
-        if states[fault.node] not in _STATES_BEFORE[fault.action]:
-            raise ConfigError(f"{where}: {fault.node} cannot {fault.action}, it is {states[fault.node]} by then")
-        states[fault.node] = _STATE_AFTER[fault.action]
-        clock, moment = ("at_s", fault.at_s) if fault.at_step is None else ("at_step", float(fault.at_step))
-        if moment is not None and moment < latest.get((fault.node, clock), 0.0):
-            raise ConfigError(f"{where}: faults of {fault.node} must be in the order in which they happen")
-        latest[fault.node, clock] = moment or 0.0
-    first = next(node for node in scenario.nodes() if node.role == "relay")
-    if first.absent:
-        raise ConfigError(f"{first.name} is what the other nodes bootstrap from: it cannot start by a join")
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name[:80], list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _readable(error: Exception) -> str:

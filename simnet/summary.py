@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from msgspec import Struct
 
 from simnet.gather import EvaluationSeen, FaultMark, Outcome
+from simnet.hops import Hop, Throughput
+from simnet.oracles import Judgement
+from simnet.waits import Wait
+
+FORMAT: Final = 2
+"""Of report.json; another one is another number."""
 
 
 class Expectation(Struct, frozen=True):
@@ -60,6 +68,7 @@ class NodeSummary(Struct):
 class Report(Struct):
     """What came of a simulation."""
 
+    format: int
     scenario: str
     title: str
     run: str
@@ -67,6 +76,7 @@ class Report(Struct):
     outcome: Outcome
     problem: str
     passed: bool
+    """Come to its end, every expectation met, and no oracle failed."""
     started_ms: int
     wall_s: float
     """From the first node's start until the outcome was known."""
@@ -98,3 +108,13 @@ class Report(Struct):
     nodes: list[NodeSummary]
     faults: list[FaultMark]
     expectations: list[Expectation]
+    oracles: list[Judgement]
+    throughput: Throughput
+    hops: list[Hop]
+    waits: list[Wait]
+    machine_late_p99_ms: int | None
+    """How late this machine woke up a thread that only sleeps."""
+
+    @property
+    def failed_oracles(self) -> int:
+        return sum(one.outcome == "failed" for one in self.oracles)

@@ -6,20 +6,28 @@ from typing import Any
 
 import msgspec
 
+from protocol.constants import PROTOCOL_VERSION
 from protocol.envelope import Signed, open_envelope, seal
 from protocol.identity import Identity
 from protocol.records import (
+    Admission,
+    AdmissionSpec,
+    Appeal,
     Batch,
     BatchSpec,
     CheckResult,
     CheckSpec,
+    CreditSpec,
     Draw,
     EnvironmentSpec,
     Eviction,
     Head,
+    Heartbeat,
+    Invite,
     Manifest,
     ModelSpec,
     Receipt,
+    Reinstatement,
     RolloutSpec,
     Submission,
     Tolerance,
@@ -27,6 +35,7 @@ from protocol.records import (
     Trained,
     Verdict,
 )
+from protocol.work import find_work
 
 OPERATOR = Identity.from_phrase("operator")
 VALIDATOR = Identity.from_phrase("validator")
@@ -42,7 +51,8 @@ def make_manifest(**changes: Any) -> Manifest:
         trainer=OPERATOR.peer_id.public_key,
         validators=(VALIDATOR.peer_id.public_key,),
         quorum=1,
-        admission="open",
+        admission=AdmissionSpec(),
+        credits=CreditSpec(maturity_steps=2),
         model=ModelSpec(architecture=b"a" * 32, tokenizer=b"t" * 32, vocab_size=64, max_model_len=256, stop_ids=(2,)),
         environment=EnvironmentSpec(name="sort-digits", digest=b"e" * 32),
         rollout=RolloutSpec(
@@ -121,7 +131,75 @@ def make_verdict(submission: Signed[Submission], *, by: Identity = VALIDATOR, **
         dtype="float32",
         software="test",
         head_sequence=1,
+        appeal=b"",
         issued_at_ms=2,
+    )
+    return sealed(msgspec.structs.replace(record, **changes), by)
+
+
+def make_admission(author: Identity, run_id: bytes, *, bits: int = 0, **changes: Any) -> Signed[Admission]:
+    """What a contributor joins with; `bits` of work are really done, a few milliseconds for each try."""
+    record = Admission(
+        run_id=run_id,
+        protocol=PROTOCOL_VERSION,
+        software="test",
+        nonce=find_work(author.peer_id, run_id, bits=bits),
+        invite=b"",
+        issued_at_ms=1,
+    )
+    return sealed(msgspec.structs.replace(record, **changes), author)
+
+
+def make_invite(
+    run_id: bytes, number: int = 0, *, by: Identity = OPERATOR, valid_until_ms: int = 1 << 40
+) -> Signed[Invite]:
+    return sealed(Invite(run_id=run_id, token=number.to_bytes(16, "big"), valid_until_ms=valid_until_ms), by)
+
+
+def make_heartbeat(author: Identity, run_id: bytes, sequence: int = 1, **changes: Any) -> Signed[Heartbeat]:
+    record = Heartbeat(
+        run_id=run_id,
+        role="inference",
+        instance=b"i" * 16,
+        sequence=sequence,
+        software="test",
+        protocol=PROTOCOL_VERSION,
+        checkpoint_step=0,
+        tokens_per_s=100.0,
+        activity="generating",
+        issued_at_ms=sequence,
+    )
+    return sealed(msgspec.structs.replace(record, **changes), author)
+
+
+def make_appeal(author: Identity, verdict: Signed[Verdict], **changes: Any) -> Signed[Appeal]:
+    record = Appeal(
+        run_id=verdict.record.run_id,
+        submission=verdict.record.submission,
+        verdict=verdict.id,
+        reason="my engine is honest",
+        issued_at_ms=6,
+    )
+    return sealed(msgspec.structs.replace(record, **changes), author)
+
+
+def make_answer(
+    submission: Signed[Submission], appeal: Signed[Appeal], *, by: Identity, **changes: Any
+) -> Signed[Verdict]:
+    """The verdict of another validator, which answers an appeal."""
+    return make_verdict(submission, by=by, appeal=appeal.id, **changes)
+
+
+def make_reinstatement(
+    answer: Signed[Verdict], appeal: Signed[Appeal], *, by: Identity = OPERATOR, **changes: Any
+) -> Signed[Reinstatement]:
+    record = Reinstatement(
+        run_id=answer.record.run_id,
+        contributor=answer.record.contributor,
+        appeal=appeal.id,
+        verdict=answer.id,
+        reason="another validator accepts it",
+        issued_at_ms=7,
     )
     return sealed(msgspec.structs.replace(record, **changes), by)
 

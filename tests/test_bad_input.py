@@ -89,10 +89,13 @@ def test_unreachable_bootstrap_is_named(tmp_path: Path) -> None:
 
 
 def test_missing_bootstrap_is_named(tmp_path: Path) -> None:
-    ended = node("--role", "validator", "--run", RUN, "--data-dir", str(tmp_path))
+    ended = node("--role", "validator", "--run", RUN, "--data-dir", str(tmp_path / "new"))
     assert ended.returncode == 1
     assert "no bootstrap address is given" in ended.stderr
     assert "next: ask the run's operator" in ended.stderr
+    assert "--run <address>@/ip4/" in ended.stderr
+    assert "--bootstrap /ip4/" in ended.stderr
+    assert not (tmp_path / "new").exists(), "neither a key nor a directory for a node that could not start"
 
 
 def test_unknown_run_is_named_and_a_used_directory_too(tmp_path: Path) -> None:

@@ -236,3 +236,13 @@ def test_a_gpu_is_a_device(cli):
     both = cli(*given, "--device", "cpu")
     assert both.returncode == 2
     assert "--gpu and --device both say where to compute" in both.stderr
+
+
+def test_a_shipped_policy_is_evaluated_by_its_name(run_cli):
+    """As `data filter` and recipes name it."""
+    options = ["--environment", "sort-digits", "--prompts", "4", "--samples", "1", "--max-new-tokens", "4", "--json"]
+    done = run_cli("eval", "--model", "sort-digits", *options)
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["prompts"] == 4
+    unknown = run_cli("eval", "--model", "no-such-policy", *options)
+    assert "there is no model 'no-such-policy'" in unknown.err

@@ -1,6 +1,7 @@
 """What a new user gets wrong on the command line, command by command: a sentence, a next step, an exit code."""
 
 import inspect
+import io
 import json
 import os
 import pty
@@ -59,6 +60,14 @@ WRONG_FLAGS = [
     (["doctor", "--role", "boss"], "role from --role"),
     (["eval", "--model", "."], "either --tasks or --environment"),
     (["simnet", "run", "none"], "none"),
+    (["--role", "relay", "--run", RUN, "--dtype", "fp8"], "'fp8' is none of float32, bfloat16"),
+    (
+        ["--role", "relay", "--run", RUN, "--max-memory", "8"],
+        "max_memory from --max-memory: '8' is not how it is written",
+    ),
+    (["calibrate", "--dtype", "fp8"], "'fp8' is none of float32, bfloat16"),
+    (["bench", "--engine", "fp8"], "'fp8' is none of torch, transformers, vllm"),
+    (["data", "filter", "--prompts", "1", "--out", "x", "--dtype", "fp8"], "is none of float32, bfloat16"),
     (["nonsense"], "nonsense"),
 ]
 
@@ -292,3 +301,54 @@ def test_light_commands_load_nothing_heavy(tmp_path):
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.rsplit("LOADED", 1)[1].strip() == "[]"
+
+
+def typed(args, output, **options):
+    """A real process: what standard output says when it cannot be written shows only at the very end."""
+    command = [sys.executable, "-c", "import cli; cli.main()", *args]
+    return subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, timeout=60, check=False, **options)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+@pytest.mark.parametrize("args", [["--version"], ["config", "show", "--role", "relay", "--run", RUN]], ids=len)
+def test_output_onto_a_full_disk_is_a_sentence(args):
+    with open("/dev/full", "w") as full:
+        done = typed(args, full)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[0] == "error: no space is left for what the command prints"
+    assert "Traceback" not in done.stderr
+
+
+def test_output_that_nobody_reads_ends_quietly():
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = typed(["config", "show", "--role", "relay", "--run", RUN], writing)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("args", "instead"),
+    [(["id", "rotate"], "--yes"), (["id", "export", "--out", "copy"], "--passphrase-file")],
+    ids=lambda each: each[1] if isinstance(each, list) else None,
+)
+def test_questions_without_a_terminal_name_the_flag(tmp_path, run_cli, args, instead, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_cli("id", "--data-dir", tmp_path / "d")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    done = run_cli(*args, "--data-dir", tmp_path / "d")
+    assert done.code == 2
+    assert f"next: give {instead}" in done.err
+    assert "Aborted" not in done.err
+
+
+def test_a_wrong_passphrase_of_a_copy_is_blamed_on_where_it_came_from(tmp_path, run_cli):
+    right, wrong, copy = (tmp_path / name for name in ("right", "wrong", "copy"))
+    right.write_text("long words")
+    wrong.write_text("other words")
+    run_cli("id", "--data-dir", tmp_path / "d")
+    run_cli("id", "export", "--data-dir", tmp_path / "d", "--out", copy, "--passphrase-file", right)
+    done = run_cli("id", "import", copy, "--data-dir", tmp_path / "e", "--passphrase-file", wrong)
+    assert done.code == 1
+    assert "--passphrase-file" in done.err
+    assert "INTELLECT_NODE_PASSPHRASE" not in done.err

@@ -7,7 +7,8 @@ the plan as the argument `attention_plan`. Leaves out sliding windows, which it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -173,8 +174,20 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scalin
     )
 
 
-def register() -> None:
-    """Make NAME known to transformers, which then builds no mask for models that use it."""
+@contextmanager
+def watched() -> Iterator[Callable[[], int]]:
+    """Make NAME known to transformers, which then builds no mask for models that use it, and count calls meanwhile."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, attend)
+    calls = 0
+
+    def counted(*arguments: Any, **named: Any) -> tuple[Tensor, None]:
+        nonlocal calls
+        calls += 1
+        return attend(*arguments, **named)
+
+    AttentionInterface.register(NAME, counted)
+    try:
+        yield lambda: calls
+    finally:
+        AttentionInterface.register(NAME, attend)

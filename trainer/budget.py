@@ -2,7 +2,8 @@
 
 Arithmetic for `run create --dry-run`, before anything is downloaded. Weights, gradients and optimiser state are exact;
 activations are a count of the tensors that a Llama-like layer keeps for its gradient (after arXiv 2205.05198, section
-4.1). Leaves out what libraries take for themselves and what an allocator loses: plan a tenth more. Never imports torch.
+4.1). Leaves out what libraries and processes take for themselves and what an allocator loses: plan a tenth more. Never
+imports torch.
 """
 
 from __future__ import annotations
@@ -138,7 +139,14 @@ class Budget:
 
     parameters: int
     gpus: int
+    """All in one machine, as many as processes."""
     gpu: GpuBudget
+    gpu_loading_bytes: int
+    """On each GPU once a policy is read: less than training takes later."""
+    host_loading_bytes: int
+    """Of the machine's memory while it is read: the largest tensor in parts, or with one process all of it."""
+    host_bytes: int
+    """Of the machine's memory at the peak: process 0 puts a checkpoint together in it, then writes it."""
     policy_bytes: int
     """Of one published policy: what every contributor downloads, patches aside."""
     checkpoint_bytes: int
@@ -185,14 +193,20 @@ def run_budget(recipe: Recipe, shape: ModelShape) -> Budget:
     """What a recipe's run needs with a model of this shape."""
     masters = FLOAT32 if recipe.policy.dtype == "bfloat16" else 0
     policy_bytes = shape.parameters * BYTES[recipe.policy.dtype]
+    checkpoint_bytes = policy_bytes + shape.parameters * (masters + MOMENTS * FLOAT32)
     rollouts, steps = recipe.batch.rollouts_per_step, recipe.batch.total_steps
+    gpu, gpus = gpu_budget(recipe, shape), recipe.policy.processes
+    host_loading = FLOAT32 * (shape.parameters if gpus == 1 else shape.vocab_size * shape.hidden_size)
     targets = recipe.rollout.length.targets if recipe.rollout.length else ()
     return Budget(
         parameters=shape.parameters,
-        gpus=recipe.policy.processes,
-        gpu=gpu_budget(recipe, shape),
+        gpus=gpus,
+        gpu=gpu,
+        gpu_loading_bytes=gpu.weights + gpu.masters + gpu.reference,
+        host_loading_bytes=host_loading,
+        host_bytes=max(host_loading, checkpoint_bytes),
         policy_bytes=policy_bytes,
-        checkpoint_bytes=policy_bytes + shape.parameters * (masters + MOMENTS * FLOAT32),
+        checkpoint_bytes=checkpoint_bytes,
         checkpoints_kept=checkpoints_kept(steps, keep=recipe.keep_checkpoints, keep_every=recipe.keep_every) + 1,
         steps=steps,
         rollouts_per_step=rollouts,

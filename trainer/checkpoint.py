@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -73,7 +73,9 @@ class Checkpoints:
     ) -> Saved:
         """Write a step's checkpoint durably, then drop the oldest. Files beside the weights come from `previous`.
 
-        Raises DataDirError where the disk refuses it: nothing half-written stays, and older checkpoints do.
+        None is dropped after a step that had all its optimiser steps skipped: the oldest may be what the run can go on
+        from. Of several processes the first one calls this, and the others `gather_for_save`. Raises DataDirError where
+        the disk refuses it: nothing half-written stays, and older checkpoints do.
         """
         weights, moments = policy.tensors(), optimiser_tensors(optimiser)
         with self._writing(step) as work:
@@ -82,7 +84,8 @@ class Checkpoints:
             write_optimiser(moments, work / OPTIMISER_FILE)
             save_file(_random_state(), work / RANDOM_FILE)
             saved = self._finish(work, step, report)
-        self._drop_oldest()
+        if not _all_skipped(report):
+            self._drop_oldest()
         return saved
 
     def restore(
@@ -94,9 +97,9 @@ class Checkpoints:
         device: str = "cpu",
         world: World = ALONE,
     ) -> tuple[Policy, MasterAdamW]:
-        """Load a checkpoint's policy and optimiser exactly as they were. Raises ModelError."""
-        policy = load_policy(saved.policy_dir, device=device, settings=policy_settings)
-        policy.prepare(world)
+        """Load a checkpoint's policy and optimiser exactly as they were, each process its share. Raises ModelError."""
+        policy = load_policy(saved.policy_dir, device=device, settings=policy_settings, world=world)
+        policy.prepare()
         optimiser = make_optimiser(policy, settings)
         moments = saved.path / OPTIMISER_FILE
         if moments.exists():
@@ -150,6 +153,17 @@ class Checkpoints:
                 shutil.rmtree(doomed)
             except OSError as error:  # the next save or start tries again
                 logger.warning("checkpoint not-dropped=%d error=%s", step, error)
+
+
+def gather_for_save(policy: Policy, optimiser: MasterAdamW) -> None:
+    """Take part in putting together what the first process writes, and keep nothing of it."""
+    policy.tensors(keep=False)
+    optimiser_tensors(optimiser, keep=False)
+
+
+def _all_skipped(report: Mapping[str, Any]) -> bool:
+    metrics = report.get("metrics", {})
+    return bool(metrics.get("skipped_updates") and not metrics.get("updates"))
 
 
 def _require_same_model(saved: Saved, policy_dir: Path) -> None:

@@ -140,6 +140,11 @@ def _turns(rollout: TrainingRollout) -> Iterator[TrainingRollout]:
         )
 
 
+def _emitted(rollout: TrainingRollout) -> int:
+    """Tokens of an answer that the policy emitted: those of replies are not its own."""
+    return sum(stop - start for start, stop in emitted_spans(len(rollout.output_ids), rollout.turns))
+
+
 def _staleness(rollout: TrainingRollout, step: int, most: int) -> int:
     staleness = step - rollout.checkpoint_step
     if not 0 <= staleness <= most:
@@ -183,11 +188,7 @@ def assemble_batch(
         mean_task_reward=_mean([rollout.reward + rollout.length_penalty for rollout in told]),
         mean_staleness=sum(staleness) / len(rollouts),
         staleness_max=max(staleness),
-        tokens=sum(
-            stop - start
-            for rollout in rollouts
-            for start, stop in emitted_spans(len(rollout.output_ids), rollout.turns)
-        ),
+        tokens=sum(map(_emitted, rollouts)),
         groups_without_signal=sum(silent),
         rollouts_without_reward=len(rollouts) - len(told),
     )
@@ -209,7 +210,7 @@ def _group_advantages(groups: Sequence[Sequence[TrainingRollout]], kind: Advanta
     if not groups:
         return []
     rewards = torch.tensor([[rollout.reward for rollout in group] for group in groups], dtype=torch.float64)
-    lengths = torch.tensor([[len(rollout.output_ids) for rollout in group] for group in groups])
+    lengths = torch.tensor([[_emitted(rollout) for rollout in group] for group in groups])
     advantages: list[list[float]] = group_advantages(rewards, kind=kind, lengths=lengths).tolist()
     return advantages
 

@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from protocol.errors import ModelError
-from trainer.parallel import is_sharded, like, whole
+from trainer.parallel import gather, is_sharded, own_part
 from trainer.policy import Policy
 from trainer.recipe import OptimiserSettings
+from trainer.stored import StoredTensors
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 _MASTER = "master"
@@ -76,18 +77,17 @@ def set_learning_rate(optimiser: AdamW, settings: OptimiserSettings, step: int) 
     return rate
 
 
-def optimiser_tensors(optimiser: MasterAdamW) -> dict[str, Tensor]:
+def optimiser_tensors(optimiser: MasterAdamW, *, keep: bool = True) -> dict[str, Tensor]:
     """Moments and masters by `<parameter>:<what>`, whole and on the CPU.
 
-    A collective call where the policy is sharded.
+    A collective call where the policy is sharded; nothing in a process that does not `keep` them.
     """
     tensors: dict[str, Tensor] = {}
     for name, master in optimiser.masters.items():
-        for moment, value in optimiser.state.get(master, {}).items():
-            tensors[f"{name}:{moment}"] = whole(value)
+        tensors |= {f"{name}:{moment}": value for moment, value in optimiser.state.get(master, {}).items()}
         if optimiser.masters is not optimiser.parameters:
-            tensors[f"{name}:{_MASTER}"] = whole(master)
-    return tensors
+            tensors[f"{name}:{_MASTER}"] = master
+    return gather(tensors, keep=keep)
 
 
 def write_optimiser(tensors: dict[str, Tensor], path: Path) -> None:
@@ -96,39 +96,49 @@ def write_optimiser(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def restore_optimiser(optimiser: MasterAdamW, path: Path) -> None:
-    """Read moments and masters back, exactly. Raises ModelError when they are not this policy's."""
+    """Read moments and masters back, exactly, of a sharded policy this process's share.
+
+    Raises ModelError when they are not this policy's.
+    """
     try:
-        tensors = load_file(path)
+        with StoredTensors([path]) as stored:
+            _restore(optimiser, stored, path)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"the optimiser's state in {path} cannot be read: {error}") from error
+
+
+def _restore(optimiser: MasterAdamW, stored: StoredTensors, path: Path) -> None:
+    left = stored.names
     for name, master in optimiser.masters.items():
-        _restore_master(optimiser, name, tensors, path)
-        moments = {moment: tensors.pop(f"{name}:{moment}") for moment in _MOMENTS if f"{name}:{moment}" in tensors}
+        _restore_master(optimiser, name, stored, path)
+        moments = {moment: f"{name}:{moment}" for moment in _MOMENTS if f"{name}:{moment}" in left}
+        left -= {f"{name}:{_MASTER}", *moments.values()}
         if not moments:
             continue
-        if len(moments) != len(_MOMENTS) or moments["exp_avg"].shape != master.shape:
+        if len(moments) != len(_MOMENTS) or stored.shape(moments["exp_avg"]) != master.shape:
             raise ModelError(f"the optimiser's state in {path} does not fit the parameter {name}")
         optimiser.state[master] = {
-            moment: value.clone() if moment == "step" else like(master, value) for moment, value in moments.items()
+            moment: stored.read(key) if moment == "step" else stored.read_like(key, master.detach())
+            for moment, key in moments.items()
         }
-    if tensors:
-        raise ModelError(f"the optimiser's state in {path} belongs to another model: it holds {min(tensors)}")
+    if left:
+        raise ModelError(f"the optimiser's state in {path} belongs to another model: it holds {min(left)}")
 
 
-def _restore_master(optimiser: MasterAdamW, name: str, tensors: dict[str, Tensor], path: Path) -> None:
-    stored = tensors.pop(f"{name}:{_MASTER}", None)
-    master = optimiser.masters[name]
-    if (stored is None) != (optimiser.masters is optimiser.parameters):
+def _restore_master(optimiser: MasterAdamW, name: str, stored: StoredTensors, path: Path) -> None:
+    key, master = f"{name}:{_MASTER}", optimiser.masters[name]
+    has_masters = key in stored.names
+    if has_masters == (optimiser.masters is optimiser.parameters):
         raise ModelError(
-            f"the optimiser's state in {path} {'lacks' if stored is None else 'has'} float32 masters: it was written "
+            f"the optimiser's state in {path} {'has' if has_masters else 'lacks'} float32 masters: it was written "
             "with another policy.dtype",
             hint="a run keeps the recipe that it was created with",
         )
-    if stored is not None:
-        if stored.shape != master.shape:
+    if has_masters:
+        if stored.shape(key) != master.shape:
             raise ModelError(f"the optimiser's state in {path} does not fit the parameter {name}")
         with torch.no_grad():
-            master.copy_(like(master, stored))
+            master.copy_(stored.read_like(key, master.detach()))
 
 
 def clip_gradients(optimiser: MasterAdamW, max_norm: float) -> Tensor:
@@ -143,3 +153,9 @@ def clip_gradients(optimiser: MasterAdamW, max_norm: float) -> Tensor:
 def all_finite(loss: Tensor, grad_norm: Tensor) -> bool:
     """Whether an optimiser step may be taken."""
     return bool(torch.isfinite(loss) and torch.isfinite(grad_norm))
+
+
+def not_finite(optimiser: MasterAdamW) -> list[str]:
+    """Names of the parameters and masters of which this process holds a value that is NaN or infinite."""
+    every = {name: [held, optimiser.masters[name]] for name, held in optimiser.parameters.items()}
+    return [name for name, both in every.items() if not all(own_part(each).isfinite().all() for each in both)]

@@ -8,6 +8,7 @@ the same calls in the same order. Nothing here happens in a trainer of one proce
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from trainer.recipe import Format
@@ -106,18 +107,31 @@ def is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor on the CPU; a collective call for a sharded one."""
+def reshard(model: nn.Module) -> None:
+    """Give up what a pass without gradients has left put together."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def gather(tensors: Mapping[str, Tensor], *, keep: bool = True, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """All of each tensor on the CPU, in another number format if one is given; nothing unless this process keeps them.
+
+    A collective call for sharded tensors, which are put together one after another.
+    """
+    kept = {}
+    for name, tensor in tensors.items():
+        held = tensor.detach()
+        if isinstance(held, DTensor):
+            held = held.full_tensor()
+        if keep:
+            kept[name] = held.to(dtype or held.dtype).cpu().contiguous()
+    return kept
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor."""
     held = tensor.detach()
-    if isinstance(held, DTensor):
-        held = held.full_tensor()
-    return held.cpu().contiguous()
-
-
-def like(model_tensor: Tensor, value: Tensor) -> Tensor:
-    """A copy of `value` that lies and is spread as `model_tensor` is."""
-    if isinstance(model_tensor, DTensor):
-        return distribute_tensor(
-            value.to(model_tensor.device), model_tensor.device_mesh, model_tensor.placements, src_data_rank=None
-        )
-    return value.clone().to(model_tensor.device)
+    return held.to_local() if isinstance(held, DTensor) else held

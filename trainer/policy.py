@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
@@ -18,26 +20,38 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from protocol.errors import ModelError
-from trainer.attention import NAME, register
+from trainer.attention import NAME, watched
 from trainer.head import PIECE_ELEMENTS, Job, PiecewiseHead
 from trainer.packing import Laid, Pair, lay_out
-from trainer.parallel import ALONE, World, recompute_layers, shard, whole
+from trainer.parallel import ALONE, World, gather, recompute_layers, reshard
+from trainer.positions import most_positions
 from trainer.recipe import PolicySettings
+from trainer.sharded import load_sharded
 
 logger = logging.getLogger(__name__)
 
 WEIGHTS_FILE = "model.safetensors"
-_PROBE_TOLERANCE = 1e-2
-"""Log-probabilities of float32 passes agree to 1e-5; tokens that see their neighbours differ by tenths at least."""
+_PROBE_TOLERANCE: Final = {"float32": 1e-2, "bfloat16": 0.15}
+"""Log-probabilities of float32 passes agree to 1e-5, of bfloat16 to some hundredths; tokens that see their neighbours
+differ by tenths at least."""
 
 
 class Policy:
     """A model, where it runs, and how it is computed and published."""
 
-    def __init__(self, model: nn.Module, *, device: str = "cpu", settings: PolicySettings | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        device: str = "cpu",
+        settings: PolicySettings | None = None,
+        world: World = ALONE,
+    ) -> None:
+        """`world`: the processes that the model is spread over."""
         self.model = model
         self.device = device
         self.settings = settings or PolicySettings()
+        self.world = world
         self.packs = False
         """Whether micro-batches may be packed."""
         self.piece_elements = PIECE_ELEMENTS
@@ -73,10 +87,10 @@ class Policy:
             logits: Tensor = self.model(input_ids=laid.inputs, **arguments).logits
         return logits.flatten(0, 1)
 
-    def prepare(self, world: World = ALONE) -> None:
-        """Make ready for training: packing, recomputation, and this process's share of the weights.
+    def prepare(self) -> None:
+        """Make ready for training: packing, the output layer in pieces, recomputation. A second call does nothing.
 
-        Once, and before an optimiser is made. Raises ModelError where the settings ask for what the model cannot do.
+        Collective where the policy is sharded. Raises ModelError where the settings ask for what the model cannot do.
         """
         if self._prepared:
             return
@@ -91,7 +105,8 @@ class Policy:
         self._cut_head()
         if self.settings.activation_checkpointing:
             recompute_layers(self.model)
-        shard(self.model, world, device=self.device, compute=self.settings.compute)
+        if self.world.size > 1:
+            reshard(self.model)
 
     def _pack(self) -> None:
         """Attend by plans from now on, once a probe has shown that this model keeps packed answers apart.
@@ -100,9 +115,8 @@ class Policy:
         or whose attention has more to it than transformers' interface says.
         """
         probe = _probe_pairs(self.vocab_size)
-        with torch.no_grad():
+        with torch.no_grad(), watched() as calls:
             apart = _by_answer(self, lay_out(probe, "padded", max_tokens=1, device=self.device))
-            register()
             before = self.model.config._attn_implementation  # type: ignore[union-attr]
             try:
                 self.model.set_attn_implementation(NAME)  # type: ignore[operator]
@@ -112,7 +126,10 @@ class Policy:
                 error, reason = math.inf, str(failure)[:200]
             else:
                 reason = f"log-probabilities change by {error:.2g}"
-        if not error <= _PROBE_TOLERANCE:
+            # A fresh model may hardly look at other tokens: that they stay apart must follow from who attends, too.
+            if self.model.config._attn_implementation != NAME or calls() < self._layers:  # type: ignore[union-attr]
+                error, reason = math.inf, f"{calls()} of {self._layers} layers attend as they are told"
+        if not error <= self._probe_tolerance:
             self.model.set_attn_implementation(before)  # type: ignore[operator]
             raise ModelError(
                 f"this model cannot be trained on packed rollouts: {reason}",
@@ -130,7 +147,7 @@ class Policy:
             whole = _by_answer(self, probe)
             self._head, self.piece_elements = PiecewiseHead(layer), 2 * self.vocab_size
             try:
-                same = torch.allclose(_by_answer(self, probe), whole, atol=_PROBE_TOLERANCE)
+                same = torch.allclose(_by_answer(self, probe), whole, atol=self._probe_tolerance)
             except (RuntimeError, TypeError, ValueError):
                 same = False
         self.piece_elements = PIECE_ELEMENTS
@@ -140,28 +157,37 @@ class Policy:
             logger.warning("logits=whole reason=%r", "the model changes logits after its output layer")
 
     @property
+    def _probe_tolerance(self) -> float:
+        return _PROBE_TOLERANCE[self.settings.compute]
+
+    @property
+    def _layers(self) -> int:
+        """Blocks of the decoder, each of which attends once."""
+        return int(getattr(self.model.config, "num_hidden_layers", 1))
+
+    @property
     def vocab_size(self) -> int:
         """Width of the logits."""
         return int(self.model.config.vocab_size)  # type: ignore[union-attr, arg-type]
 
-    @property
+    @cached_property
     def max_length(self) -> int:
-        """Most positions that the model has."""
-        return int(self.model.config.max_position_embeddings)  # type: ignore[union-attr, arg-type]
+        """Most positions that the model has. Raises ModelError where its configuration does not say."""
+        return most_positions(self.model.config.to_dict(), origin="the policy's config.json")  # type: ignore[union-attr, operator]
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Trained parameters by name; a tied one appears once, under its first name."""
         return dict(self.model.named_parameters())
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self, *, keep: bool = True) -> dict[str, Tensor]:
         """What is published: weights in their number format and buffers, whole and on the CPU.
 
-        A collective call where the policy is sharded.
+        A collective call where the policy is sharded; nothing in a process that does not `keep` them.
         """
         dtype = getattr(torch, self.settings.dtype)
         every = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        buffers = {name: whole(tensor) for name, tensor in self.model.state_dict().items() if name not in every}
-        return {name: whole(parameter).to(dtype) for name, parameter in self.parameters().items()} | buffers
+        buffers = {name: tensor for name, tensor in self.model.state_dict().items() if name not in every}
+        return gather(self.parameters(), keep=keep, dtype=dtype) | gather(buffers, keep=keep)
 
 
 def _probe_pairs(vocab_size: int) -> list[Pair]:
@@ -190,15 +216,32 @@ def build_policy(config: dict[str, Any]) -> nn.Module:
     return _typed(model.float())
 
 
-def load_policy(model_dir: Path, *, device: str = "cpu", settings: PolicySettings | None = None) -> Policy:
-    """Load a transformers-format directory in float32. Raises ModelError, also when weights are missing."""
+def load_policy(
+    model_dir: Path, *, device: str = "cpu", settings: PolicySettings | None = None, world: World = ALONE
+) -> Policy:
+    """Load a transformers-format directory in float32, each process its share. Raises ModelError, also when weights
+    are missing.
+    """
+    if not model_dir.is_dir():
+        raise ModelError(f"there is no model directory {model_dir}")
+    settings = settings or PolicySettings()
+    if world.size == 1:
+        model = _load_whole(model_dir).to(device)
+    else:
+        with _reading(model_dir):
+            model = load_sharded(
+                model_dir, world, device=device, compute=settings.compute, load_whole=lambda: _load_whole(model_dir)
+            )
+    return Policy(model.eval(), device=device, settings=settings, world=world)
+
+
+def _load_whole(model_dir: Path) -> nn.Module:
+    """All of a model on the CPU, in memory of its own."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    if not model_dir.is_dir():
-        raise ModelError(f"there is no model directory {model_dir}")
     disable_progress_bar()
-    try:
+    with _reading(model_dir):
         model, found = AutoModelForCausalLM.from_pretrained(
             str(model_dir),
             dtype=torch.float32,
@@ -207,14 +250,20 @@ def load_policy(model_dir: Path, *, device: str = "cpu", settings: PolicySetting
             local_files_only=True,
             output_loading_info=True,
         )
+    if found["missing_keys"]:
+        raise ModelError(f"the model in {model_dir} lacks the weights {', '.join(sorted(found['missing_keys'])[:3])}")
+    return _typed(_own_memory(model))
+
+
+@contextmanager
+def _reading(model_dir: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelError(
             f"the model in {model_dir} cannot be loaded: {str(error)[:300]}",
             hint="it must hold config.json and *.safetensors of a causal language model that transformers knows",
         ) from error
-    if found["missing_keys"]:
-        raise ModelError(f"the model in {model_dir} lacks the weights {', '.join(sorted(found['missing_keys'])[:3])}")
-    return Policy(_typed(_own_memory(model).to(device)).eval(), device=device, settings=settings)
 
 
 def save_weights(model: nn.Module, path: Path) -> None:

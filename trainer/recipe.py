@@ -7,8 +7,9 @@ Unknown keys are refused with the nearest known name. This module never imports 
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from types import UnionType
@@ -80,6 +81,30 @@ class EnvironmentChoice(Section, frozen=True):
             raise ValueError(f"from_step must rise from pool to pool, and is {', '.join(map(str, steps))}")
 
 
+class AdmissionChoice(Section, frozen=True):
+    """Who may contribute, and what a new key costs."""
+
+    kind: Literal["open", "allow-list", "invite"] = "open"
+    """`invite`: with a file of `intellect-node invite create`, each good for one key."""
+    allowed: Annotated[tuple[str, ...], Meta(max_length=32)] = ()
+    """With `allow-list`: peer ids."""
+    work_bits: Annotated[int, Meta(ge=0, le=32)] = 0
+    """A new key proves work of 2 to this power tries on average, of about 40 ms on one core of a laptop; 0: none."""
+
+    def __post_init__(self) -> None:
+        if (self.kind == "allow-list") != bool(self.allowed):
+            raise ValueError('`allowed` names peer ids with kind = "allow-list", and only then')
+
+
+class CreditChoice(Section, frozen=True):
+    """What accepted work earns, and for how long a proven lie takes it back."""
+
+    unit: Literal["tokens", "flops"] = "tokens"
+    """Output tokens, or 2 · parameters · output tokens, in millions."""
+    maturity_steps: Annotated[int, Meta(ge=0, le=1 << 16)] = 5
+    """Credits are safe once so many more steps are trained; for as long rejections can be appealed."""
+
+
 class OptimiserSettings(Section, frozen=True):
     """AdamW and the use of one batch."""
 
@@ -144,6 +169,13 @@ class LossSettings(Section, frozen=True):
     drop_groups_without_signal: bool = True
     """Leave out groups whose rewards are all equal: they move nothing, and would count as tokens."""
 
+    def __post_init__(self) -> None:
+        if self.objective == "two_sided" and self.delta <= 1 + self.epsilon:
+            raise ValueError(
+                f"delta = {self.delta:g} must be larger than 1 + epsilon = {1 + self.epsilon:g} with two_sided: "
+                "it bounds ratios that the clipping leaves alone"
+            )
+
 
 class EvaluationSettings(Section, frozen=True):
     """How the trainer measures its policy on prompts that no contributor is given."""
@@ -186,6 +218,8 @@ class Recipe(Section, frozen=True):
     checks: CheckSpec = CheckSpec(newcomer_submissions=16, floor=0.25, duplicate_tokens=32)
     quorum: Annotated[int, Meta(ge=1, le=64)] = 1
     """Validators that must agree on a submission."""
+    admission: AdmissionChoice = AdmissionChoice()
+    credits: CreditChoice = CreditChoice()
     shard_bytes: Annotated[int, Meta(ge=4096, le=1 << 28)] = 1 << 24
     keep_checkpoints: Positive = 5
     """Newest trainer checkpoints that stay on the trainer's disk."""
@@ -193,6 +227,9 @@ class Recipe(Section, frozen=True):
     """Checkpoints of these steps stay for good: every so many; 0 keeps none beyond the newest."""
     evaluation: EvaluationSettings = EvaluationSettings()
     tracking: TrackingSettings = TrackingSettings()
+    guesses: Annotated[dict[str, Annotated[str, Meta(max_length=300)]], Meta(max_length=16)] = {}
+    """Settings above that nobody has measured for this model, such as `tolerance.bfloat16`, each with how to find its
+    value; the dry run warns of them."""
 
     @property
     def rollouts_per_submission(self) -> int:
@@ -238,11 +275,13 @@ def parse_recipe(data: bytes, *, origin: str = "recipe") -> Recipe:
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{origin}: not valid TOML: {error}") from error
     _refuse_unknown_keys(table, Recipe, origin=origin)
+    _refuse_not_finite(table, origin=origin)
     try:
         recipe = msgspec.convert(table, Recipe)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{origin}: {_plain(error)}") from error
     _check_sums(recipe, origin)
+    _check_guesses(recipe, table, origin)
     return recipe
 
 
@@ -253,6 +292,18 @@ def _refuse_unknown_keys(table: dict[str, Any], kind: type[Struct], *, origin: s
             raise ConfigError(f"{origin}: unknown key {prefix + key!r}", hint=_nearest(key, kind, prefix))
         for inner, inner_table, inner_prefix in _inner_tables(types[key], value, f"{prefix}{key}."):
             _refuse_unknown_keys(inner_table, inner, origin=origin, prefix=inner_prefix)
+
+
+def _refuse_not_finite(value: Any, *, origin: str, path: str = "") -> None:
+    """TOML has inf and nan, and no setting of a recipe means anything by them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{origin}: {path} = {value} is not a finite number")
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _refuse_not_finite(inner, origin=origin, path=f"{path}.{key}" if path else key)
+    if isinstance(value, list):
+        for place, inner in enumerate(value):
+            _refuse_not_finite(inner, origin=origin, path=f"{path}[{place}]")
 
 
 def _inner_tables(kind: Any, value: Any, prefix: str) -> Iterator[tuple[type[Struct], dict[str, Any], str]]:
@@ -280,6 +331,15 @@ def _nearest(key: str, kind: type[Struct], prefix: str) -> str:
 
 def _plain(error: msgspec.ValidationError) -> str:
     return str(error).replace("Object missing", "missing").replace(" - at `$.", " at `")
+
+
+def _check_guesses(recipe: Recipe, table: Mapping[str, Any], origin: str) -> None:
+    for path in recipe.guesses:
+        found: Any = table
+        for name in path.split("."):
+            found = found.get(name) if isinstance(found, dict) else None
+        if found is None:
+            raise ConfigError(f"{origin}: guesses names {path[:80]!r}, which is no setting of this recipe")
 
 
 def _check_sums(recipe: Recipe, origin: str) -> None:

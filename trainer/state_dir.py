@@ -73,7 +73,7 @@ def steps_to_drop(steps: Sequence[int], *, keep: int, keep_every: int) -> list[i
 def check_saved(path: Path, step: int) -> Saved | None:
     """A checkpoint if all its files have the hashes they were written with."""
     try:
-        state = msgspec.json.decode((path / STATE_FILE).read_bytes(), type=_State)
+        state = _read_state(path)
         damaged = [name for name, digest in state.files.items() if file_sha256(path / name) != digest]
     except (OSError, msgspec.MsgspecError) as error:
         logger.warning("checkpoint passed-over=%s error=%s", path, error)
@@ -82,6 +82,19 @@ def check_saved(path: Path, step: int) -> Saved | None:
         logger.warning("checkpoint passed-over=%s damaged=%s", path, ",".join(damaged))
         return None
     return Saved(step, path, state.report)
+
+
+def checked_elsewhere(state_dir: Path, step: int) -> Saved | None:
+    """The checkpoint of a step whose files another process has just checked; None where it is not here."""
+    path = step_path(state_dir, step)
+    try:
+        return Saved(step, path, _read_state(path).report)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def _read_state(path: Path) -> _State:
+    return msgspec.json.decode((path / STATE_FILE).read_bytes(), type=_State)
 
 
 def file_sha256(path: Path) -> str:

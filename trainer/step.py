@@ -19,9 +19,9 @@ from torch import Tensor
 from protocol.errors import ConfigError, TrainingError
 from trainer.groups import Sample, TrainingBatch, assemble_batch
 from trainer.grpo import LossInputs, LossSums, grpo_loss, importance_weights, token_losses
-from trainer.optimiser import MasterAdamW, all_finite, clip_gradients, set_learning_rate
+from trainer.optimiser import MasterAdamW, all_finite, clip_gradients, not_finite, set_learning_rate
 from trainer.packing import Laid, Layout, choose_layout, lay_out
-from trainer.parallel import ALONE, World
+from trainer.parallel import World
 from trainer.policy import Policy
 from trainer.recipe import Recipe
 
@@ -96,26 +96,31 @@ class TrainStep:
         recipe: Recipe,
         *,
         reference: Policy | None = None,
-        world: World = ALONE,
     ) -> None:
+        """Of several processes each makes one, over its share of the policy. Raises ConfigError or ModelError."""
         if recipe.loss.kl_coefficient and reference is None:
             raise ConfigError("loss.kl_coefficient needs the reference policy, and none was given")
         self.policy = policy
         self.optimiser = optimiser
         self.recipe = recipe
         self.reference = reference
-        self.world = world
+        self.world = policy.world
         self._skipped_in_a_row = 0
-        policy.prepare(world)
+        self._sound_step = 0
+        """The newest checkpoint of which no optimiser step since was skipped."""
+        policy.prepare()
         if reference is not None:
-            reference.prepare(world)
+            reference.prepare()
 
     def run(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """Train on a step's batch; the metrics are under the paper's names.
 
         The policy is unchanged if the batch is refused (MalformedError). A batch without any signal changes nothing and
-        is no error. Raises TrainingError when too many optimiser steps in a row had to be skipped.
+        is no error. Raises TrainingError when too many optimiser steps in a row had to be skipped, or when the policy
+        is not finite: what is in memory must not be saved then.
         """
+        if not self._skipped_in_a_row:
+            self._sound_step = step
         batch = self._assemble(step, rollouts)
         rate = set_learning_rate(self.optimiser, self.recipe.optimiser, step)
         samples = self._useful(batch)
@@ -126,6 +131,7 @@ class TrainStep:
         tally = _Tally()
         for minibatch in minibatches:
             self._update(minibatch, tally)
+        self._require_finite()
         tally.share(self.world)
         return {**tally.metrics(with_kl=self.reference is not None), **_batch_metrics(batch), "learning_rate": rate}
 
@@ -272,8 +278,26 @@ class TrainStep:
             raise TrainingError(
                 f"{self._skipped_in_a_row} optimiser steps in a row had a loss or gradient that is not finite "
                 f"(the last: loss {loss.item():g}, gradient norm {grad_norm.item():g}); the policy has diverged",
-                hint="create a new run from an older checkpoint (model.source) with a lower optimiser.learning_rate",
+                hint=self._way_on(),
             )
+
+    def _require_finite(self) -> None:
+        bad = not_finite(self.optimiser)
+        count = int(self.world.sum(torch.tensor(len(bad))))
+        if count:
+            where = f"first {bad[0]}" if bad else "in another process of the trainer"
+            raise TrainingError(
+                f"after its optimiser steps {count} parameters of the policy hold values that are not finite "
+                f"({where}); this step is not saved",
+                hint=self._way_on(),
+            )
+
+    def _way_on(self) -> str:
+        return (
+            f"checkpoint {self._sound_step} is sound: `intellect-node policy export --data-dir DIR --step "
+            f"{self._sound_step} --out POLICY`, then create a new run whose recipe has model.source = POLICY and a "
+            "lower optimiser.learning_rate"
+        )
 
 
 def _batch_metrics(batch: TrainingBatch) -> dict[str, float]:

@@ -60,7 +60,7 @@ class Outcome:
     output: bytes
     """What it printed."""
     result: bytes
-    """Of a call: the value as values.loads reads it."""
+    """Of a call: the value, which values.parse reads; values.loads too, for programs that are trusted."""
     detail: str
     """The exception's name, or the signal's; whatever the program says it is."""
     cpu_s: float
@@ -80,8 +80,9 @@ class Checked:
     error: str = ""
 
 
-Answer = Callable[[tuple[Any, ...]], Any]
-"""Gives what a checker's question comes to. What raises CandidateError is raised in the checker too."""
+Answer = Callable[[list[Any]], Any]
+"""Gives what a checker's question comes to, from encoded arguments to an encoded value (environments.sandbox.inside.
+values): the node passes them on and builds neither. What raises CandidateError is raised in the checker too."""
 
 
 class CandidateError(Exception):
@@ -130,8 +131,11 @@ class Box:
 
     def call(self, source: str, entry: str, arguments: tuple[Any, ...] | list[Any]) -> Outcome:
         """Call a function of a source text, `name` or `Class.method`, with plain values. Raises BoxError."""
-        encoded = values.encode(list(arguments))
-        return self._job({"op": "call", "source": source, "entry": entry, "args": encoded})
+        return self.call_encoded(source, entry, arguments=values.encode(list(arguments)))
+
+    def call_encoded(self, source: str, entry: str, *, arguments: list[Any]) -> Outcome:
+        """The same with arguments as `values.encode` gives them."""
+        return self._job({"op": "call", "source": source, "entry": entry, "args": arguments})
 
     def check(self, source: str, answer: Answer) -> Checked:
         """Run a checker's `check(candidate)`; each call of `candidate` is answered here. The box's last job.
@@ -223,11 +227,11 @@ def _wait(descriptor: int, event: int, deadline: float) -> None:
 def _answered(message: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
     """The reply to a checker's question."""
     try:
-        arguments = values.decode(message.get("ask"))
-        return {"value": values.encode(answer(tuple(arguments)))}
+        arguments = values.checked(message.get("ask"))["tuple"]
+        return {"value": values.checked(answer(arguments))}
     except CandidateError as error:
         return {"error": str(error)[:64]}
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise BoxError("a checker asked what is no question") from error
 
 

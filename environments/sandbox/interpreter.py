@@ -20,6 +20,7 @@ from typing import Final
 
 from protocol.errors import SandboxError
 
+_PACKAGES: Final = ("site-packages", "dist-packages")
 _SYSTEM_LIBRARIES: Final = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 _QUERY_TIMEOUT_S: Final = 30
 _QUERY: Final = """
@@ -45,6 +46,34 @@ class Interpreter:
     """Files and directories that it reads, system libraries included; none lies inside another."""
     library_path: str
     """For the dynamic loader; empty where it finds everything without."""
+
+    @functools.cached_property
+    def packages(self) -> tuple[Path, ...]:
+        """Directories of installed packages among those files. They differ from machine to machine: none is shown."""
+        roots = [path for path in self.files if path.is_dir() and not path.is_symlink()]
+        patterns = [f"{above}{name}" for above in ("", "*/", "*/*/") for name in _PACKAGES]
+        return tuple(sorted({found for root in roots for each in patterns for found in root.glob(each)}))
+
+    @functools.cached_property
+    def without_packages(self) -> tuple[list[Path], list[Path]]:
+        """Files and directories that may be read with all below them, and directories that may be listed and no more.
+
+        The latter hold packages beside the standard library, which the interpreter looks for there.
+        """
+        readable: list[Path] = []
+        listed: list[Path] = []
+        waiting = [path for path in self.files if not path.is_symlink()]
+        while waiting:
+            path = waiting.pop()
+            if path in self.packages:
+                continue
+            if not any(each.is_relative_to(path) for each in self.packages):
+                readable.append(path)
+                continue
+            waiting += [each for each in path.iterdir() if not each.is_symlink()]
+            if (path / "os.py").exists():
+                listed.append(path)
+        return readable, listed
 
     @property
     def reachable_by_all(self) -> bool:

@@ -12,7 +12,7 @@ import itertools
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -86,13 +86,15 @@ class Isolation:
 
     def settings(self, spec: BoxSpec) -> dict[str, Any]:
         """What the driver is told, once."""
+        readable, listed = self.interpreter.without_packages
         return {
             "limits": spec.limits.resources(self._threads()),
             "wall_s": spec.limits.wall_s,
             "output_bytes": spec.limits.output_bytes,
             "filter": call_filter().hex(),
             "uid": next(_uids) if os.getuid() == 0 else None,
-            "readable": [str(path) for path in (*self.interpreter.files, *spec.import_paths)],
+            "readable": [str(path) for path in (*readable, *spec.import_paths)],
+            "listed": [str(path) for path in listed],
             "needs_landlock": self.kind is Kind.LANDLOCK,
             "import_paths": list(spec.import_paths),
             "preload": list(spec.preload),
@@ -104,13 +106,13 @@ class Isolation:
         # Root needs no user namespace; the driver drops to a user that no other box has, so that threads are counted.
         user = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if as_root else ["--unshare-user"]
         names = [] if as_root else ["--uid", _NOBODY, "--gid", _NOBODY]
-        paths = [*self.interpreter.files, INSIDE_DIR, *map(Path, spec.import_paths)]
+        own = [INSIDE_DIR, *map(Path, spec.import_paths)]
         return [
             self.bwrap,
             *("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
             *("--cap-drop", "ALL", *user, *names, "--hostname", "box", "--clearenv"),
             *itertools.chain.from_iterable(("--setenv", *pair) for pair in self.environment().items()),
-            *itertools.chain.from_iterable(_mounts(paths)),
+            *itertools.chain.from_iterable(_mounts(self.interpreter, own)),
             *("--remount-ro", "/", "--chdir", "/"),
         ]
 
@@ -120,12 +122,24 @@ class Isolation:
         return THREADS if alone else threads_of(os.getuid()) + MARGIN_THREADS
 
 
-def _mounts(paths: list[Path]) -> Iterator[tuple[str, ...]]:
-    """Read-only mounts at the paths that files have outside, and their parents, open to the box's user."""
+def _mounts(interpreter: Interpreter, own: list[Path]) -> Iterator[tuple[str, ...]]:
+    """Read-only mounts at the paths that files have outside, with nothing where installed packages lie."""
+    hidden = interpreter.packages
+    yield from _bound(interpreter.files, lambda above: _covered(above, interpreter.files))
+    for path in hidden:
+        yield ("--tmpfs", str(path))
+    there = [*interpreter.files, *own]
+    yield from _bound(own, lambda above: _covered(above, there) and not _covered(above, hidden))
+    for path in hidden:
+        yield ("--remount-ro", str(path))
+
+
+def _bound(paths: Sequence[Path], is_there: Callable[[Path], bool]) -> Iterator[tuple[str, ...]]:
+    """Paths with their parents, open to the box's user."""
     made: set[Path] = set()
     for path in paths:
         for above in reversed(path.parents):
-            if above not in made and above != Path("/") and not _covered(above, paths):
+            if above not in made and above != Path("/") and not is_there(above):
                 made.add(above)
                 yield ("--dir", str(above))
         if path.is_symlink():
@@ -134,7 +148,7 @@ def _mounts(paths: list[Path]) -> Iterator[tuple[str, ...]]:
             yield ("--ro-bind", str(path), str(path))
 
 
-def _covered(directory: Path, paths: list[Path]) -> bool:
+def _covered(directory: Path, paths: Sequence[Path]) -> bool:
     return any(directory.is_relative_to(path) for path in paths)
 
 

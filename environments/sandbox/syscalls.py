@@ -83,7 +83,7 @@ _X86_64: Final = {
     "exit": 60, "exit_group": 231,
     # who and where one is
     "getpid": 39, "getppid": 110, "getuid": 102, "geteuid": 107, "getgid": 104, "getegid": 108, "getresuid": 118,
-    "getresgid": 120, "getgroups": 115, "uname": 63, "sysinfo": 99, "times": 100, "getrusage": 98, "getrlimit": 97,
+    "getresgid": 120, "getgroups": 115, "sysinfo": 99, "times": 100, "getrusage": 98, "getrlimit": 97,
     # time, own signals, randomness
     "clock_gettime": 228, "clock_getres": 229, "clock_nanosleep": 230, "nanosleep": 35, "gettimeofday": 96, "time": 201,
     "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15, "rt_sigsuspend": 130, "rt_sigtimedwait": 128,
@@ -99,7 +99,7 @@ _AARCH64: Final = {
     "set_robust_list": 99, "rseq": 293, "sched_yield": 124, "getcpu": 168, "gettid": 178,
     "exit": 93, "exit_group": 94,
     "getpid": 172, "getppid": 173, "getuid": 174, "geteuid": 175, "getgid": 176, "getegid": 177, "getresuid": 148,
-    "getresgid": 150, "getgroups": 158, "uname": 160, "sysinfo": 179, "times": 153, "getrusage": 165, "getrlimit": 163,
+    "getresgid": 150, "getgroups": 158, "sysinfo": 179, "times": 153, "getrusage": 165, "getrlimit": 163,
     "clock_gettime": 113, "clock_getres": 114, "clock_nanosleep": 115, "nanosleep": 101, "gettimeofday": 169,
     "rt_sigaction": 134, "rt_sigprocmask": 135, "rt_sigreturn": 139, "rt_sigsuspend": 133, "rt_sigtimedwait": 137,
     "sigaltstack": 132, "restart_syscall": 128, "setitimer": 103, "getitimer": 102, "getrandom": 278,

@@ -9,13 +9,29 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from node.commands.common import BootstrapOption, DataDirOption, JsonOption, begin, begin_anywhere, emit, say
+from node.commands.common import (
+    BootstrapOption,
+    DataDirOption,
+    JsonOption,
+    RunOption,
+    begin,
+    begin_anywhere,
+    emit,
+    one_of,
+    run_and_peers,
+    say,
+)
 from node.commands.settings import given_settings, remembered, with_settings
 from node.logs import set_up_logging
 from protocol.errors import ConfigError
 
-DtypeOption = Annotated[str, typer.Option("--dtype", help="Number format: float32 or bfloat16.")]
+DtypeOption = Annotated[
+    str, typer.Option("--dtype", help="Number format: float32 or bfloat16.", callback=one_of("dtype"))
+]
 DeviceOption = Annotated[str, typer.Option("--device", help="What to generate on: cpu or cuda.")]
+EngineOption = Annotated[
+    str, typer.Option("--engine", help="What generates: torch, transformers or vllm.", callback=one_of("engine"))
+]
 ThreadsOption = Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0: as torch chooses.")]
 RecipeOption = Annotated[str | None, typer.Option("--recipe", help="A recipe's limits instead of a run's.")]
 ModelOption = Annotated[Path | None, typer.Option("--model", help="A model directory instead of the held policy.")]
@@ -70,11 +86,12 @@ def leave_run(
 
 def calibrate_machine(
     data_dir: DataDirOption = None,
-    run: Annotated[str | None, typer.Option("--run", help="Address of the run; default: the directory's.")] = None,
+    run: RunOption = None,
     model: ModelOption = None,
     recipe: RecipeOption = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
+    engine: EngineOption = "torch",
     threads: ThreadsOption = 1,
     rollouts: Annotated[int, typer.Option("--rollouts", min=3, help="How many answers to generate and check.")] = 384,
     as_json: JsonOption = False,
@@ -85,8 +102,9 @@ def calibrate_machine(
     from node.calibrate import Plan, calibrate, show
 
     plan = Plan(
-        data_dir=begin_anywhere(data_dir), run=run, model=model, recipe=recipe, dtype=dtype, device=device,
-        threads=threads, rollouts=rollouts,
+        data_dir=begin_anywhere(data_dir), run=run_and_peers(run, None)[0], model=model, recipe=recipe, dtype=dtype,
+        device=device,
+        engine=engine, threads=threads, rollouts=rollouts,
     )  # fmt: skip
     found = calibrate(plan, say)
     emit(msgspec.to_builtins(found), as_json=as_json, show=lambda _: show(found, Console()))
@@ -99,6 +117,7 @@ def bench_machine(
     recipe: RecipeOption = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
+    engine: EngineOption = "torch",
     threads: ThreadsOption = 1,
     rollouts: Annotated[int, typer.Option("--rollouts", min=3, help="How many answers to generate.")] = 96,
     as_json: JsonOption = False,
@@ -108,8 +127,8 @@ def bench_machine(
     from node.machine_bench import measure_machine, print_speeds
 
     plan = Plan(
-        data_dir=begin_anywhere(data_dir), model=model, recipe=recipe, dtype=dtype, device=device, threads=threads,
-        rollouts=rollouts,
+        data_dir=begin_anywhere(data_dir), model=model, recipe=recipe, dtype=dtype, device=device, engine=engine,
+        threads=threads, rollouts=rollouts,
     )  # fmt: skip
     emit(measure_machine(plan, say), as_json=as_json, show=print_speeds)
 

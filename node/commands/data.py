@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from node.commands.common import JsonOption, emit, say
+from node.commands.common import JsonOption, emit, one_of, say
 from node.logs import set_up_logging
 
 data_app = typer.Typer(no_args_is_help=True, help="Choose the tasks of a run.")
@@ -30,7 +30,9 @@ def filter_data(
     temperature: Annotated[float | None, typer.Option("--temperature", min=1e-3, max=10)] = None,
     max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", min=1)] = None,
     seed: Annotated[str, typer.Option("--seed", help="Another text draws other tasks.")] = "pool",
-    dtype: Annotated[str, typer.Option("--dtype", help="Number format: float32 or bfloat16.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="Number format: float32 or bfloat16.", callback=one_of("dtype"))
+    ] = "float32",
     device: Annotated[str, typer.Option("--device", help="What to generate on: cpu or cuda.")] = "cpu",
     threads: Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0: as torch chooses.")] = 1,
     as_json: JsonOption = False,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from node.commands.common import DataDirOption, JsonOption, begin, emit, say
+from node.commands.common import DataDirOption, JsonOption, answer, begin, emit, say
 from node.config import passphrase_from
 from node.homes import known_homes, named_home, ready_new
 from node.logs import set_up_logging
@@ -89,7 +91,7 @@ def rotate_id(
     directory = begin(data_dir)
     passphrase = passphrase_from(os.environ)
     say(what_is_left(directory, passphrase=passphrase))
-    if not yes and not typer.confirm("Give it a new key?", err=True):
+    if not yes and not answer(lambda: typer.confirm("Give it a new key?", err=True), instead="give --yes to say yes"):
         raise typer.Exit(1)
     typer.echo(rotate_key(directory, passphrase=passphrase))
 
@@ -107,9 +109,15 @@ def _directory(data_dir: Path | None, *, new: bool) -> Path:
     return begin(None)
 
 
+def _prompt(confirm: bool) -> str:
+    return str(
+        typer.prompt("Passphrase of the copy", hide_input=sys.stdin.isatty(), confirmation_prompt=confirm, err=True)
+    )
+
+
 def _passphrase(file: Path | None, *, confirm: bool) -> str:
     if file is None:
-        return str(typer.prompt("Passphrase of the copy", hide_input=True, confirmation_prompt=confirm, err=True))
+        return answer(partial(_prompt, confirm), instead="give --passphrase-file FILE, its first line the passphrase")
     try:
         text = file.read_text(encoding="utf-8")[:4096].splitlines()
     except (OSError, UnicodeDecodeError) as error:

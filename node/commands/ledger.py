@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from node.commands.common import BootstrapOption, DataDirOption, JsonOption, begin_anywhere, emit, parsed, say
+from node.commands.common import (
+    BootstrapOption,
+    DataDirOption,
+    JsonOption,
+    begin_anywhere,
+    emit,
+    parsed,
+    run_and_peers,
+    say,
+)
 from node.config import passphrase_from
 from node.logs import set_up_logging
 from protocol.errors import AuditError, ConfigError, NodeError
@@ -22,7 +31,11 @@ ledger_app = typer.Typer(no_args_is_help=True, help="Look into the ledger: who d
 
 RunOption = Annotated[
     str | None,
-    typer.Option("--run", help="Fetch the ledger of this run from its relays. Default: the directory's own copy."),
+    typer.Option(
+        "--run",
+        help="Fetch the ledger of this run from its relays: ADDRESS, or ADDRESS@MULTIADDR[,MULTIADDR]. "
+        "Default: the directory's own copy.",
+    ),
 ]
 FromOption = Annotated[
     Path | None, typer.Option("--from", help="A data directory of any role, or what `ledger export` wrote; offline.")
@@ -114,14 +127,19 @@ def show_mine(
     """Show one contributor's work: every submission, what was said of it, what it earns."""
     from node.ledger.rows import SUBMISSION_COLUMNS
     from node.ledger.show import mine, print_csv, print_mine
+    from node.receipts import kept_receipts, summary
     from protocol.identity import PeerId
 
     _one_format(as_json, as_csv)
-    whose = parsed(PeerId.parse, peer, what="--peer") if peer else _own_peer(begin_anywhere(data_dir))
+    directory = None if peer else begin_anywhere(data_dir)
+    whose = _own_peer(directory) if directory else parsed(PeerId.parse, peer or "", what="--peer")
+    kept = [] if directory is None else kept_receipts(directory)
     found = mine(_where(run, bootstrap, source, None if source else data_dir, timeout_s), whose, say=say)
     if as_csv:
         return print_csv(SUBMISSION_COLUMNS, found["submissions"], typer.echo)
-    emit(found, as_json=as_json, show=lambda _: print_mine(found, whose))
+    emit({**found, "kept": kept}, as_json=as_json, show=lambda _: print_mine(found, whose))
+    if kept and not as_json:
+        typer.echo(summary(kept))
 
 
 @ledger_app.command("export")
@@ -156,13 +174,14 @@ def _where(
     set_up_logging("warning")
     if source is not None and (bootstrap or data_dir):
         raise ConfigError("--from names all that is needed", hint="leave out --bootstrap and --data-dir")
+    run, peers = run_and_peers(run, bootstrap)
     try:
-        directory = Path() if source is not None or (run and bootstrap) else begin_anywhere(data_dir)
+        directory = Path() if source is not None or (run and peers) else begin_anywhere(data_dir)
     except NodeError as error:
         if fails_as_audit:
             raise AuditError(error.message, hint=error.hint) from error
         raise
-    return Where(directory, source, run, bootstrap or (), timeout_s, processes)
+    return Where(directory, source, run, peers, timeout_s, processes)
 
 
 def _own_peer(directory: Path) -> PeerId:

@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from node.commands.common import BootstrapOption, DataDirOption, JsonOption, RunOption, begin, begin_anywhere, emit
+from node.commands.common import (
+    BootstrapOption,
+    DataDirOption,
+    JsonOption,
+    RunOption,
+    begin,
+    begin_anywhere,
+    emit,
+    run_and_peers,
+)
 from protocol.errors import ConfigError
 
 dht_app = typer.Typer(no_args_is_help=True, help="Look into the DHT that runs are found through.")
@@ -83,7 +92,8 @@ def find_in_dht(
     """Look for a run and its relays, as a node that joins does."""
     from node.dht_show import find_run, print_run
 
-    found = find_run(begin_anywhere(data_dir), run=run, bootstrap=bootstrap or [], timeout_s=timeout_s)
+    run, peers = run_and_peers(run, bootstrap)
+    found = find_run(begin_anywhere(data_dir), run=run, bootstrap=peers, timeout_s=timeout_s)
     emit(found, as_json=as_json, show=print_run)
     raise typer.Exit(0 if found["manifest"] and found["relays"] else 1)
 
@@ -100,7 +110,8 @@ def get_from_dht(
     """Get one record from several peers and show the newest: who signed it, since when, until when."""
     from node.dht_show import get_record, print_record
 
-    found = get_record(begin_anywhere(data_dir), key, run=run, bootstrap=bootstrap or [], timeout_s=timeout_s)
+    run, peers = run_and_peers(run, bootstrap)
+    found = get_record(begin_anywhere(data_dir), key, run=run, bootstrap=peers, timeout_s=timeout_s)
     emit(found, as_json=as_json, show=print_record)
     raise typer.Exit(0 if found["record"] else 1)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from node.commands.common import DataDirOption, JsonOption, begin
+from node.commands.common import DataDirOption, JsonOption, begin, one_of
 from node.homes import expand
 from node.logs import set_up_logging
 from protocol.errors import ConfigError
@@ -42,7 +42,10 @@ def export_policy(
 
 def evaluate_policy(
     model: Annotated[
-        Path, typer.Option("--model", help="A model directory, a training checkpoint, or a trainer's data directory.")
+        str,
+        typer.Option(
+            "--model", help="A model directory, a training checkpoint, a trainer's data directory, or a policy's name."
+        ),
     ],
     tasks: Annotated[
         str | None, typer.Option("--tasks", help="A shipped table (table-1), lm-eval's task names, or `list`.")
@@ -67,7 +70,9 @@ def evaluate_policy(
     chat: Annotated[bool, typer.Option("--chat", help="Ask lm-eval's tasks through the chat template.")] = False,
     engine: Annotated[str, typer.Option("--engine", help="What generates for --environment: torch or vllm.")] = "torch",
     backend: Annotated[str, typer.Option("--backend", help="What lm-eval generates with: hf or vllm.")] = "hf",
-    dtype: Annotated[str, typer.Option("--dtype", help="Number format: float32 or bfloat16.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="Number format: float32 or bfloat16.", callback=one_of("dtype"))
+    ] = "float32",
     device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
     threads: Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0: as torch chooses.")] = 1,
     as_json: JsonOption = False,
@@ -75,12 +80,11 @@ def evaluate_policy(
     """Evaluate a policy: on an environment (pass@k), or on the field's benchmarks through lm-eval."""
     from node.benchmarks import Harness
     from node.eval_show import parse_parameters, show_environment, show_tasks
-    from trainer.export import policy_directory
 
     set_up_logging("warning")
     if (tasks is None) == (environment is None):
         raise ConfigError("give either --tasks or --environment", hint="--tasks table-1, or --environment sort-digits")
-    directory = policy_directory(expand(model), step=step)
+    directory = _policy(model, step)
     if environment is None:
         harness = Harness(
             model=directory, backend=backend, device=device, dtype=dtype, limit=limit, chat=chat, task_dir=task_dir,
@@ -96,3 +100,12 @@ def evaluate_policy(
         threads=threads,
     )  # fmt: skip
     show_environment(plan, as_json=as_json)
+
+
+def _policy(model: str, step: int | None) -> Path:
+    """A policy in a directory, or one that recipes and `data filter` know by name."""
+    from node.run_create import model_directory
+    from trainer.export import policy_directory
+
+    path = expand(Path(model))
+    return policy_directory(path if path.exists() else model_directory(model), step=step)

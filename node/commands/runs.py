@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ import typer
 from node.commands.common import BootstrapOption, DataDirOption, JsonOption, begin, emit, parsed, say
 from node.config import passphrase_from
 from node.logs import set_up_logging
+from node.run_link import check_peer, join_line
 
 run_app = typer.Typer(no_args_is_help=True, help="Create a run, publish it, show it, or list those known here.")
 
@@ -24,6 +26,10 @@ def create_run(
     ] = None,
     data_dir: DataDirOption = None,
     name: Annotated[str | None, typer.Option("--name", help="Name of the run.", show_default="the recipe's")] = None,
+    bootstrap: Annotated[
+        list[str] | None,
+        typer.Option("--bootstrap", help="A relay's multiaddr, for the line that contributors join with."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what the run would need, without its weights; make nothing.")
     ] = False,
@@ -37,6 +43,9 @@ def create_run(
     from node.run_make import RunOrder, make_run
     from protocol.identity import PeerId
 
+    peers = bootstrap or []
+    for peer in peers:
+        parsed(check_peer, peer, what="--bootstrap")
     validators = [parsed(PeerId.parse, text, what="--validator") for text in validator or []]
     require_validators(validators)
     made = make_run(
@@ -46,11 +55,23 @@ def create_run(
         environ=os.environ,
     )
     address = str(made.run.address)
-    say(
-        f"the run is in {made.home}; start a relay, and then: intellect-node --data-dir {made.home} --bootstrap <relay>"
-    )
+    say(_what_follows(made.home, address, peers))
     shown = {"run": address, "run_id": made.run.manifest.id.hex(), "data_dir": str(made.home)}
+    shown |= {"join": join_line(address, peers)} if peers else {}
     emit(shown, as_json=as_json, show=lambda _: typer.echo(address))
+
+
+def _what_follows(home: Path, address: str, peers: list[str]) -> str:
+    """The commands that bring a new run up, and the one that its operator hands on."""
+    relay = peers or ["<relay>"]
+    lines = [
+        f"the run is in {home}; what follows:",
+        f"  trainer: intellect-node --data-dir {home} --bootstrap {relay[0]}",
+        f"  contributors join with: {join_line(address, relay)}",
+    ]
+    if not peers:
+        lines.insert(1, f"  first a relay, which prints its <relay>: intellect-node --role relay --run {address}")
+    return "\n".join(lines)
 
 
 def _show_plan(recipe: str, *, as_json: bool) -> None:

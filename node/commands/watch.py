@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from node.commands.common import BootstrapOption
+from node.commands.common import RUN_HELP, BootstrapOption
 from node.commands.settings import resolved_settings
 from node.config import describe
 from node.logs import set_up_logging
@@ -18,7 +18,7 @@ def register(app: typer.Typer) -> None:
 
 
 def watch_run(
-    run: Annotated[str | None, typer.Option("--run", help="Address of the run.", show_default=False)] = None,
+    run: Annotated[str | None, typer.Option("--run", help=RUN_HELP, show_default=False)] = None,
     bootstrap: BootstrapOption = None,
     data_dir: Annotated[
         Path | None,
@@ -34,6 +34,6 @@ def watch_run(
         given["data_dir"] = str(data_dir)
     resolved = resolved_settings(given)
     set_up_logging(resolved.config.log_level)
-    from node.app import run_node
+    from node.start import start_node
 
-    raise typer.Exit(run_node(resolved.config))
+    raise typer.Exit(start_node(resolved.config))

@@ -8,12 +8,15 @@ not kept out: loopback is theirs too.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Final
 from urllib.parse import urlsplit
 
+import msgspec
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
+from node.logs import printable
 from node.status import is_loopback
 
 POLICY: Final = (
@@ -28,6 +31,14 @@ HEADERS: Final = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+_HINTS: Final = defaultdict(
+    str,
+    {
+        403: "open http://127.0.0.1:<port>/ in a tab of its own; from elsewhere, through a tunnel (docs/dashboard.md)",
+        404: "the page is at /; /status, /metrics and /health are beside it",
+        405: "only GET is answered: a node is told what to do by its command line",
+    },
+)
 _OWN_SITES: Final = ("same-origin", "none")
 """Values of Sec-Fetch-Site: from the page itself, or from the address bar."""
 
@@ -35,13 +46,30 @@ _OWN_SITES: Final = ("same-origin", "none")
 @web.middleware
 async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuse what another site's page asks, and whatever would change something; seal the answers."""
-    _require_own(request)
-    if request.method not in ("GET", "HEAD"):
-        raise web.HTTPMethodNotAllowed(request.method, ["GET", "HEAD"])
-    response = await handler(request)
+    try:
+        _require_own(request)
+        response = await reading_only(request, handler)
+    except web.HTTPException as error:
+        response = refusal(request, error)
     if not response.prepared:
         response.headers.update(HEADERS)
     return response
+
+
+async def reading_only(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer what asks and changes nothing. Raises HTTPMethodNotAllowed for the rest."""
+    if request.method not in ("GET", "HEAD"):
+        raise web.HTTPMethodNotAllowed(request.method, ["GET", "HEAD"])
+    return await handler(request)
+
+
+def refusal(request: web.Request, error: web.HTTPException) -> web.Response:
+    """Why not, in the JSON of every other answer: `{"error", "hint"}`."""
+    said = {"error": f"{request.method} {printable(request.path[:200])}: {error.reason}", "hint": _HINTS[error.status]}
+    allowed = {name: error.headers[name] for name in (hdrs.ALLOW,) if name in error.headers}
+    return web.Response(
+        body=msgspec.json.encode(said), status=error.status, content_type="application/json", headers=allowed
+    )
 
 
 def _require_own(request: web.Request) -> None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final
 
+from node.ledger.rows import leaderboard
 from protocol.envelope import Signed
 from protocol.ledger import LedgerState, LedgerSubmission
 from protocol.records import Trained, Verdict
@@ -61,20 +62,8 @@ def series_rows(state: LedgerState) -> list[list[float | None]]:
 
 
 def contributor_rows(state: LedgerState) -> list[dict[str, Any]]:
-    """Standing and credits, most credits first."""
-    peers = ((peer, state.contributors[peer]) for peer in list(state.contributors))
-    best = sorted(peers, key=lambda row: (-row[1].credits, -row[1].accepted))[:MAX_CONTRIBUTORS]
-    return [
-        {
-            "peer_id": str(peer),
-            "standing": one.standing,
-            "reason": one.reason[:MAX_REASON_CHARS],
-            "credits": one.credits,
-            "accepted": one.accepted,
-            "rejected": dict(one.rejected),
-        }
-        for peer, one in best
-    ]
+    """The leaderboard, as `ledger show` has it."""
+    return leaderboard(state, limit=MAX_CONTRIBUTORS)
 
 
 def submission_rows(state: LedgerState) -> list[dict[str, Any]]:

@@ -69,7 +69,7 @@ def derive_work(manifest: Manifest, tokenizer: Tokenizer, *, seed: bytes, step: 
 
     Raises EnvironmentUnknown, or ModelError for another tokenizer or pool than the run's.
     """
-    check_model(tokenizer.directory, manifest.model, tokenizer_sha256=tokenizer.sha256)
+    check_model(tokenizer, manifest.model)
     environment = held_environment(manifest.environment, tokenizer.directory)
     prompts = [prompt_seed(seed, index) for index in range(manifest.rollout.prompts_per_submission)]
     assignments = [_assignment(manifest, tokenizer, environment, prompt=prompt, step=step) for prompt in prompts]

@@ -13,6 +13,7 @@ import torch
 
 from protocol.errors import ModelError
 
+_DEVICE_HINT: Final = "start with --device cpu; cuda needs an NVIDIA GPU, its driver, and a torch that is built for it"
 _CPU_SHARE: Final = 0.8
 _DEVICE_SHARE: Final = 0.9
 """Of the memory that is free at the start."""
@@ -27,7 +28,7 @@ def open_device(name: str) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = (str(error).splitlines() or [""])[0][:200]
-        raise ModelError(f"torch cannot use the device {name[:40]!r}: {reason}", hint="use cpu, or cuda") from error
+        raise ModelError(f"torch cannot use the device {name[:40]!r}: {reason}", hint=_DEVICE_HINT) from error
     return device
 
 

@@ -146,7 +146,7 @@ def _decode(path: Path, data: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be used: {str(error)[:200]}") from error
+        raise ModelError(f"{path} cannot be used: {str(error)[:200]}", hint="download the model again") from error
 
 
 def _refuse_other_types(path: Path, data: bytes) -> None:

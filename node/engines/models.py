@@ -19,14 +19,17 @@ from node.engines.base import Sequences
 from node.engines.decoder import Decoder
 from node.engines.model_config import read_config
 from node.engines.prompts import PASS_TOKENS, answer_states
+from node.engines.proofs import patterns
 from node.engines.rows import Rows, WindowRows
 from node.engines.weights import WeightFiles
 from protocol.errors import ModelError
 
-Computed = tuple[int, Tensor, Callable[[int, int], NDArray[np.float32]]]
-"""Position of a sequence in the call, its states [N, H], and the logits of rows start … stop - 1."""
+Computed = tuple[int, NDArray[np.uint16], Callable[[int, int], NDArray[np.float32]]]
+"""Of a sequence what node.engines.base.Prefill is made of."""
 _MOST_ROWS: Final = 64
 """Finished sequences of one pass."""
+_FEW_LOGITS: Final = 1 << 20
+"""Of all rows of a pass: so few are computed at once, since a product for each answer would cost more."""
 
 
 class Model(Protocol):
@@ -85,13 +88,21 @@ class BuiltinModel:
         """Similar lengths together."""
         for part in passes(sequences, pass_tokens=pass_tokens):
             states = answer_states(self._decoder, [sequences[index] for index in part], pass_tokens=pass_tokens)
+            bits = patterns(states)
+            few = states.shape[0] * states.shape[1] * self.vocab_size <= _FEW_LOGITS
+            logits = self._logits(states, 0, len(states)) if few else None
             for row, index in enumerate(part):
-                hidden = states[row, : len(sequences[index][1])]
-                yield index, hidden, partial(self._logits, hidden)
+                count = len(sequences[index][1])
+                later = partial(self._logits, states[row, :count])
+                yield index, bits[row, :count], later if logits is None else partial(_rows, logits[row, :count])
 
     def _logits(self, hidden: Tensor, start: int, stop: int) -> NDArray[np.float32]:
         logits: NDArray[np.float32] = self._decoder.logits(hidden[start:stop]).cpu().numpy()
         return logits
+
+
+def _rows(logits: NDArray[np.float32], start: int, stop: int) -> NDArray[np.float32]:
+    return logits[start:stop]
 
 
 def other_architecture(model_dir: Path) -> ModelError:

@@ -1,7 +1,8 @@
 """The rewards of a submission's answers, as the contributor records them and every validator finds them again.
 
 Where the environment cannot tell, the reward is NaN: such an answer is dropped and counted, never scored, and held
-against nobody. Leaves out what follows from a difference (node.validator.checks).
+against nobody. Where an answer is a program, it may give this today and that tomorrow; such rewards are found again
+before they are claimed, or held against somebody. Leaves out what follows from a difference (node.validator.checks).
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
+from environments.allowance import Allowance
 from environments.base import Environment, Reward, Task
 from node.engines.assignment import Work
 from node.engines.tokenizer import Tokenizer
@@ -19,6 +21,11 @@ from protocol.errors import NodeError
 from protocol.rollouts import Rollout
 
 _log = logging.getLogger(__name__)
+
+REWARD_TOLERANCE: Final = 1e-6
+SUBMISSION_CPU_S: Final = 300.0
+SUBMISSION_WALL_S: Final = 240.0
+"""What judging a submission's answers may cost, found again included; the rest of them is "could not tell"."""
 
 
 class Answer(Protocol):
@@ -31,10 +38,54 @@ class Answer(Protocol):
     def finish_reason(self) -> str: ...
 
 
-def answer_rewards(work: Work, tokenizer: Tokenizer, answers: Sequence[tuple[int, Answer]]) -> list[float]:
-    """The reward of each (prompt index, answer): the task's, less what the length costs; NaN where nobody can tell."""
+def submission_allowance() -> Allowance:
+    """For all answers of one submission, from now on."""
+    return Allowance(cpu_s=SUBMISSION_CPU_S, wall_s=SUBMISSION_WALL_S)
+
+
+def claimed_rewards(work: Work, tokenizer: Tokenizer, answers: Sequence[tuple[int, Answer]]) -> list[float]:
+    """The rewards that a contributor records: as `answer_rewards`, but none that a second look does not find again.
+
+    The second look is at what earns something, in an environment whose rewards may not repeat themselves.
+    """
+    allowance = submission_allowance()
+    found = answer_rewards(work, tokenizer, answers, allowance=allowance)
+    if work.environment.repeatable:
+        return found
+    earning = [
+        place
+        for place, (index, answer) in enumerate(answers)
+        if found[place] > REWARD_TOLERANCE - work.length_penalty(index, len(answer.output_ids))
+    ]
+    again = answer_rewards(work, tokenizer, [answers[place] for place in earning], allowance=allowance)
+    for place, value in zip(earning, again, strict=True):
+        if not same_reward(value, found[place]):
+            found[place] = math.nan
+    return found
+
+
+def same_reward(value: float, other: float) -> bool:
+    """Never for one that is NaN."""
+    return abs(value - other) <= REWARD_TOLERANCE
+
+
+def answer_rewards(
+    work: Work,
+    tokenizer: Tokenizer,
+    answers: Sequence[tuple[int, Answer]],
+    *,
+    allowance: Allowance | None = None,
+) -> list[float]:
+    """The reward of each (prompt index, answer): the task's, less what the length costs; NaN where nobody can tell.
+
+    One submission's answers; an allowance that was begun with others of them may be gone on with.
+    """
     pairs = [(work.assignments[index].task, answer_text(tokenizer, answer)) for index, answer in answers]
-    judged = judge(work.environment, pairs)
+    work.environment.allow(allowance or submission_allowance())
+    try:
+        judged = judge(work.environment, pairs)
+    finally:
+        work.environment.allow(None)
     penalties = [work.length_penalty(index, len(answer.output_ids)) for index, answer in answers]
     return [
         math.nan if reward.value is None else reward.value - penalty

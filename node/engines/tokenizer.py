@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import tokenizers
 
 from environments.base import Message
+from node.engines.model_config import MAX_CONFIG_BYTES
 from protocol.errors import ModelError
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 MAX_TOKENIZER_BYTES: Final = 64 << 20
 MAX_TEMPLATE_BYTES: Final = 1 << 20
@@ -43,6 +48,8 @@ class Tokenizer:
             raise ModelError(f"{path} cannot be used: {str(error)[:200]}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        self.architecture = _config_digest(model_dir)
+        """SHA-256 of the config.json beside it; empty where there is none."""
         self._settings = _read_settings(model_dir)
         self._template = _read_template(model_dir) or self._settings.chat_template
 
@@ -111,20 +118,29 @@ def _read_settings(model_dir: Path) -> _TokenizerSettings:
         raise ModelError(f"{path} cannot be used: {str(error)[:200]}") from error
 
 
+def _config_digest(model_dir: Path) -> bytes:
+    path = model_dir / "config.json"
+    return hashlib.sha256(_read(path, max_bytes=MAX_CONFIG_BYTES)).digest() if path.exists() else b""
+
+
 def _read_template(model_dir: Path) -> str | None:
     path = model_dir / "chat_template.jinja"
     return _read(path, max_bytes=MAX_TEMPLATE_BYTES).decode() if path.exists() else None
 
 
-def _render(template: str, messages: Sequence[Message], settings: _TokenizerSettings) -> str:
-    from jinja2 import TemplateError
+@lru_cache(4)
+def _compiled(template: str) -> Template:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    return ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(template)
+
+
+def _render(template: str, messages: Sequence[Message], settings: _TokenizerSettings) -> str:
+    from jinja2 import TemplateError
+
     variables = {"bos_token": _token_text(settings.bos_token), "eos_token": _token_text(settings.eos_token)}
     try:
-        compiled = environment.from_string(template)
-        return compiled.render(
+        return _compiled(template).render(
             messages=[dict(message) for message in messages], add_generation_prompt=True, **variables
         )
     except (TemplateError, TypeError, ValueError, KeyError) as error:

@@ -32,7 +32,6 @@ from node.engines.memory import check_dtype, free_bytes, is_out_of_memory, is_sl
 from node.engines.model_config import UnsupportedArchitecture
 from node.engines.models import BuiltinModel, Model
 from node.engines.prompts import PASS_TOKENS
-from node.engines.proofs import patterns
 from node.engines.rows import Rows
 from protocol.errors import ModelError
 
@@ -140,9 +139,9 @@ class TorchEngine(Engine):
             left = [index for index in range(len(sequences)) if index not in done]
             chosen = [sequences[index] for index in left]
             try:
-                for place, hidden, logits in self._loaded.compute(chosen, pass_tokens=pass_tokens):
+                for place, bits, logits in self._loaded.compute(chosen, pass_tokens=pass_tokens):
                     done.add(left[place])
-                    yield Prefill(left[place], patterns(hidden), logits)
+                    yield Prefill(left[place], bits, logits)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from node.engines.base import Sequences
 from node.engines.models import Computed, other_architecture, passes
+from node.engines.proofs import patterns
 from node.engines.rows import Prompt, Rows, States
 from node.engines.weights import weight_files
 from protocol.errors import ModelError
@@ -115,13 +116,13 @@ class TransformersModel:
         hidden = self._model.base_model(input_ids=tokens, attention_mask=mask).last_hidden_state
         for row, (index, (prompt, output)) in enumerate(zip(part, sequences, strict=True)):
             rows = hidden[row, len(prompt) - 1 : len(prompt) - 1 + len(output)]
-            yield index, rows, partial(self._logits, rows)
+            yield index, patterns(rows), partial(self._logits, rows)
 
     def _compute_alone(self, index: int, prompt: Sequence[int], output: Sequence[int]) -> Computed:
         tokens = torch.tensor([[*prompt, *output[:-1]]], device=self._device)
         computed, states = self.forward(tokens, torch.ones_like(tokens), last_only=False)
         logits = computed.logits[0, len(prompt) - 1 :].float().cpu().numpy()
-        return index, states[0, len(prompt) - 1 :], lambda start, stop: logits[start:stop]
+        return index, patterns(states[0, len(prompt) - 1 :]), lambda start, stop: logits[start:stop]
 
     @torch.inference_mode()
     def _logits(self, hidden: Tensor, start: int, stop: int) -> NDArray[np.float32]:
@@ -213,11 +214,17 @@ def refuse_code(path: Path) -> None:
     try:
         declared = msgspec.json.decode(path.read_bytes()[: 1 << 20], type=_Declared)
     except (OSError, msgspec.MsgspecError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be used: {str(error)[:200]}") from error
+        raise ModelError(f"{path} cannot be used: {str(error)[:200]}", hint="download the model again") from error
     if declared.auto_map is not None:
-        raise ModelError(f"{path} wants to run code that comes with the model, which is never done")
+        raise ModelError(
+            f"{path} wants to run code that comes with the model, which is never done",
+            hint="choose a model whose architecture is transformers' own",
+        )
     if declared.quantization_config is not None:
-        raise ModelError(f"{path} says that the weights are quantised; float32, bfloat16 and float16 are read")
+        raise ModelError(
+            f"{path} says that the weights are quantised; float32, bfloat16 and float16 are read",
+            hint="download the model in its original format",
+        )
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device, *, left: bool) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from environments.base import Message, Task
 from node.engines.assignment import Assignment, Work
@@ -18,6 +19,15 @@ from protocol.records import Manifest
 from protocol.rollouts import Rollout, emitted_spans
 
 Ask = Callable[[Sequence[GenerationRequest]], list[Generation]]
+
+
+class Room(NamedTuple):
+    """What a turn must fit into, in tokens."""
+
+    max_new_tokens: int
+    """That a turn may have."""
+    max_model_len: int
+    """Of a prompt with all turns and replies."""
 
 
 @dataclass(frozen=True)
@@ -40,21 +50,35 @@ class _Game:
 
 def play_turns(work: Work, manifest: Manifest, first: Sequence[Generation], ask: Ask) -> list[Generation]:
     """Go on from the first turns of all answers of a submission, in order, as long as the environment replies."""
+    answers = [divmod(number, work.group_size) for number in range(len(first))]
+    return go_on(work, room_of(manifest), answers, first, ask)
+
+
+def go_on(
+    work: Work, room: Room, answers: Sequence[tuple[int, int]], first: Sequence[Generation], ask: Ask
+) -> list[Generation]:
+    """Go on from the first turns of some answers, each (prompt index, member), as long as the environment replies.
+
+    Raises ModelError where the work has no tokenizer, and what `ask` does.
+    """
     if work.environment.max_turns < 2:
         return list(first)
-    games = [
-        _Game(*divmod(number, work.group_size), played=_played(generation)) for number, generation in enumerate(first)
-    ]
+    games = [_Game(*answer, played=_played(generation)) for answer, generation in zip(answers, first, strict=True)]
     for turn in range(1, work.environment.max_turns):
         for game in games:
             if turn == 1 or game.reply is not None:
-                game.reply = _reply_to(work, manifest, game)
+                game.reply = _reply_to(work, room, game)
         going_on = [game for game in games if game.reply is not None]
         if not going_on:
             break
         for game, generation in zip(going_on, ask([_request(work, game, turn) for game in going_on]), strict=True):
             game.played = _longer(game.played, game.reply or [], generation)
     return [game.played for game in games]
+
+
+def room_of(manifest: Manifest) -> Room:
+    """What the turns of a run's answers must fit into."""
+    return Room(manifest.rollout.max_new_tokens, manifest.model.max_model_len)
 
 
 def turns_of(generation: Generation) -> list[int]:
@@ -66,15 +90,15 @@ def _played(generation: Generation) -> Played:
     return Played(generation.output_ids, generation.logprobs, generation.finish_reason, generation.proofs)
 
 
-def _reply_to(work: Work, manifest: Manifest, game: _Game) -> list[int] | None:
+def _reply_to(work: Work, room: Room, game: _Game) -> list[int] | None:
     if game.played.finish_reason != "stop":
         return None
     assignment = work.assignments[game.prompt_index]
-    return reply_ids(work, manifest, assignment, output_ids=game.played.output_ids, turns=game.played.turns)
+    return reply_ids(work, room, assignment, output_ids=game.played.output_ids, turns=game.played.turns)
 
 
 def reply_ids(
-    work: Work, manifest: Manifest, assignment: Assignment, *, output_ids: Sequence[int], turns: Sequence[int]
+    work: Work, room: Room, assignment: Assignment, *, output_ids: Sequence[int], turns: Sequence[int]
 ) -> list[int] | None:
     """The reply to an answer so far, whose last turn ended with a stop token; None where the answer ends with it.
 
@@ -89,8 +113,8 @@ def reply_ids(
     if not text:
         return None
     ids = work.tokenizer.encode_reply(text, plain=assignment.task.plain, ended_by=output_ids[-1])
-    needed = len(assignment.prompt_ids) + len(output_ids) + len(ids) + manifest.rollout.max_new_tokens
-    return ids if ids and needed <= manifest.model.max_model_len else None
+    needed = len(assignment.prompt_ids) + len(output_ids) + len(ids) + room.max_new_tokens
+    return ids if ids and needed <= room.max_model_len else None
 
 
 def transcript(work: Work, task: Task, output_ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[Message]:
@@ -135,7 +159,7 @@ def replay_fault(work: Work, manifest: Manifest, rollout: Rollout) -> str:
         reply = None
         if ids[stop - 1] in manifest.model.stop_ids:
             turns = [place for span in spans[:number] for place in span]
-            reply = reply_ids(work, manifest, assignment, output_ids=ids[:stop], turns=turns)
+            reply = reply_ids(work, room_of(manifest), assignment, output_ids=ids[:stop], turns=turns)
         if number == len(spans):
             return "ends where the environment replies" if reply is not None else ""
         following = spans[number][0]

@@ -66,9 +66,10 @@ class Answers:
         make = _HostDraws if device.type == "cpu" else DeviceDraws
         self._draws: _Draw = make(job, vocab_size)
         self._record = _Record(job, vocab_size, hidden_size, threaded=device.type != "cpu") if record else None
-        self._slots: dict[int, int] = {}
+        self._slots = np.full(len(job.seeds), -1, np.int64)
+        """Of each request; -1: it has none yet, or no longer."""
+        self._over = np.zeros(len(job.seeds), bool)
         self._free = list(range(job.slots))
-        self._over: set[int] = set()
         self._drawn = np.full((job.slots, 2), -1, np.int64)
         """Of each slot: the draw that it was last part of, and the token drawn then."""
         self._draw_count = 0
@@ -78,20 +79,21 @@ class Answers:
 
         `hidden` [rows, H] are the states that gave `logits` [rows, V].
         """
+        due = np.flatnonzero((requests >= 0) & ~self._over[requests])
+        if 0 < len(due) == len(requests):
+            return self._draw(requests, steps, hidden=hidden, logits=logits)
         tokens = torch.zeros(len(requests), dtype=torch.int64, device=self._device)
-        wanted = [request >= 0 and request not in self._over for request in requests.tolist()]
-        due = np.flatnonzero(wanted)
-        if not len(due):
-            return tokens
-        if len(due) < len(requests):
+        if len(due):
             rows = torch.from_numpy(due).to(self._device)
-            requests, steps, hidden, logits = requests[due], steps[due], hidden[rows], logits[rows]
+            tokens[rows] = self._draw(requests[due], steps[due], hidden=hidden[rows], logits=logits[rows])
+        return tokens
+
+    def _draw(self, requests: NDArray[np.int64], steps: NDArray[np.int64], *, hidden: Tensor, logits: Tensor) -> Tensor:
         slots = self._slots_of(requests, steps)
         chosen, logprobs = self._draws.draw(logits, slots, steps)
         if self._record is not None:
             self._record.add(_Drawn(requests, slots, steps, chosen, logprobs, hidden))
-        tokens[torch.from_numpy(due).to(self._device)] = chosen
-        return tokens
+        return chosen
 
     def take(self, *, wait: bool) -> Taken:
         """Answers that are finished and proved; all that are finished with `wait`."""
@@ -103,21 +105,20 @@ class Answers:
 
     def drop(self, requests: Sequence[int]) -> None:
         """Forget requests: none of them is drawn for any more."""
-        self._over.update(requests)
-        for request in requests:
-            slot = self._slots.pop(request, None)
-            if slot is not None:
-                self._free.append(slot)
+        over = np.unique(np.array(requests, np.int64))
+        self._over[over] = True
+        held = self._slots[over]
+        self._free += held[held >= 0].tolist()
+        self._slots[over] = -1
 
     def close(self) -> None:
         if self._record is not None:
             self._record.close()
 
     def _slots_of(self, requests: NDArray[np.int64], steps: NDArray[np.int64]) -> NDArray[np.int64]:
-        for request in requests.tolist():
-            if request not in self._slots:
-                self._slots[request] = self._free.pop()
-        slots = np.array([self._slots[request] for request in requests.tolist()], np.int64)
+        for request in requests[self._slots[requests] < 0].tolist():
+            self._slots[request] = self._free.pop()
+        slots: NDArray[np.int64] = self._slots[requests]
         self._draw_count += 1
         follows = (self._drawn[slots, 0] == self._draw_count - 1) & (self._drawn[slots, 1] == steps - 1)
         for row in np.flatnonzero(~follows | (steps == 0)).tolist():  # noise made ahead is for draws without a gap
@@ -183,6 +184,20 @@ class _Drawn:
     hidden: Tensor
     ready: Any = None
     """Event after which the tensors, which are on their way from a device, are complete."""
+
+    def only(self, rows: NDArray[np.bool_]) -> _Drawn:
+        """Of arrays on the host, the rows that are True; nearly always all."""
+        if rows.all():
+            return self
+        chosen = torch.from_numpy(np.flatnonzero(rows))
+        return _Drawn(
+            self.requests[rows],
+            self.slots[rows],
+            self.steps[rows],
+            self.tokens[chosen],
+            self.logprobs[chosen],
+            self.hidden[chosen],
+        )
 
     def on_host(self) -> _Drawn:
         """The same with copies on the host, under way."""
@@ -253,27 +268,24 @@ class _Record:
                 queue.task_done()
 
     def _add(self, drawn: _Drawn) -> None:
-        requests, slots, steps = drawn.requests, drawn.slots, drawn.steps
-        begun = slots[steps == 0]
+        begun = drawn.slots[drawn.steps == 0]
         self._lengths[begun], self._ended[begun] = 0, False
         for slot in begun.tolist():
             self._proofs.take(slot)  # of an answer that was given up
-        chosen = np.flatnonzero(~self._ended[slots])  # an answer that has ended may run a step too far
-        requests, slots, steps = requests[chosen], slots[chosen], steps[chosen]
-        tokens, logprobs = drawn.tokens.numpy()[chosen], drawn.logprobs.numpy()[chosen]
+        drawn = drawn.only(~self._ended[drawn.slots])  # an answer that has ended may run a step too far
+        slots, steps, tokens, logprobs = drawn.slots, drawn.steps, drawn.tokens.numpy(), drawn.logprobs.numpy()
         if (steps > self._lengths[slots]).any():
             self._fault = self._fault or "a token of an answer is missing"
         if not np.isfinite(logprobs).all():
             self._fault = self._fault or "the policy gives logits that are not finite: its weights are broken"
         self._write(tokens, logprobs, slots, steps)
-        fresh = steps == self._lengths[slots]  # not what is computed again after it was put off
-        ends = self._stops[tokens] | (steps + 1 == self._most)
-        hidden = drawn.hidden[torch.from_numpy(chosen[fresh])]
-        self._proofs.add(hidden, slots[fresh], steps[fresh], ends=ends[fresh])
-        self._lengths[slots[fresh]] += 1
-        self._count += int(fresh.sum())
+        fresh = drawn.only(steps == self._lengths[slots])  # not what is computed again after it was put off
+        ends = self._stops[fresh.tokens.numpy()] | (fresh.steps + 1 == self._most)
+        self._proofs.add(fresh.hidden, fresh.slots, fresh.steps, ends=ends)
+        self._lengths[fresh.slots] += 1
+        self._count += len(fresh.slots)
         for row in np.flatnonzero(ends).tolist():
-            self._finish(int(requests[row]), int(slots[row]))
+            self._finish(int(fresh.requests[row]), int(fresh.slots[row]))
 
     def _write(
         self,

@@ -237,6 +237,9 @@ class _Architecture:
                 config.max_position_embeddings,
             )
         except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise ModelError(f"the configuration in {self._model_dir} cannot be used: {str(error)[:200]}") from error
+            raise ModelError(
+                f"the configuration in {self._model_dir} cannot be used: {str(error)[:200]}",
+                hint="check that the model is complete, and that transformers has its architecture",
+            ) from error
         values = sum(int(np.prod(shape)) for shape in self._shapes.values())
         return Sizes(values * value_bytes, token_values * value_bytes, max_model_len)

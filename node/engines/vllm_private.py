@@ -37,7 +37,7 @@ class Step:
     """What one forward pass gave for the requests of its batch, a row each, in vLLM's order."""
 
     tags: list[Mapping[str, Any]]
-    """What each request was added with (SamplingParams.extra_args)."""
+    """What each request was added with (SamplingParams.extra_args): the same list while the requests are the same."""
     first: NDArray[np.int64]
     """Position of the first token of each row that was computed in this pass."""
     counts: NDArray[np.int64]
@@ -64,6 +64,8 @@ class Runner:
         _require(self._runner, _RUNNER, "model runner (V1)")
         _require(self._runner.input_batch, _BATCH, "batch")
         self._step: Step | None = None
+        self._names: list[str] = []
+        self._tags: list[Mapping[str, Any]] = []
 
     @property
     def device(self) -> torch.device:
@@ -118,6 +120,7 @@ class Runner:
             return loaded
 
         names = {name for name, _ in model.named_parameters()}
+        packed = _packed(model)
         model.load_weights = load_weights
         try:
             self._worker.reload_weights(weights_path=str(model_dir))
@@ -125,6 +128,7 @@ class Runner:
             del model.load_weights
         if left := sorted(names - given):
             raise ModelError(f"vLLM kept {len(left)} old weights at an update, the first is {left[0]}")
+        _pack_again(model, packed)
         self._compare(model_dir)
 
     def _compare(self, model_dir: Path) -> None:
@@ -148,8 +152,11 @@ class Runner:
         batch, count = self._runner.input_batch, int(self._runner.input_batch.num_reqs)
         names = batch.req_ids[:count]
         scheduled = state.scheduler_output.num_scheduled_tokens
+        if names != self._names:
+            tags = [self._runner.requests[name].sampling_params.extra_args or {} for name in names]
+            self._names, self._tags = names, tags
         return Step(
-            tags=[self._runner.requests[name].sampling_params.extra_args or {} for name in names],
+            tags=self._tags,
             first=batch.num_computed_tokens_cpu[:count].astype(np.int64),
             counts=np.array([scheduled[name] for name in names], np.int64),
             prompt_tokens=batch.num_prompt_tokens[:count].astype(np.int64),
@@ -158,6 +165,27 @@ class Runner:
             last_states=state.sample_hidden_states,
             logits=state.logits,
         )
+
+
+def _packed(model: torch.nn.Module) -> dict[str, Any]:
+    """What computes each product on a CPU: a function that holds a copy of the layer's weights, reordered."""
+    functions = {name: getattr(layer, "cpu_linear", None) for name, layer in model.named_modules()}
+    return {name: each for name, each in functions.items() if each not in (None, torch.nn.functional.linear)}
+
+
+def _pack_again(model: torch.nn.Module, before: Mapping[str, Any]) -> None:
+    """Reorder the weights of layers that vLLM left out of an update: those that are tied to another's.
+
+    Their weights are new, being the same tensor, but the copies that their products are computed with are not.
+    Raises ModelError where the copy is all there is.
+    """
+    for name, layer in model.named_modules():
+        if name in before and layer.cpu_linear is before[name]:
+            weight = layer.weight
+            if not isinstance(weight, Tensor) or not weight.numel():
+                raise ModelError(f"vLLM kept the old weights of {name} at an update")
+            method: Any = layer.quant_method
+            method.process_weights_after_loading(layer)
 
 
 def _first_rows(model_dir: Path, names: Container[str]) -> Iterator[tuple[str, Tensor]]:

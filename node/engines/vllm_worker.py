@@ -6,9 +6,10 @@ one records. Also computes finished sequences: their states are taken as the pas
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -78,6 +79,9 @@ class _Work:
         self.runner = runner
         self.answers: Answers | None = None
         self.states: dict[int, Tensor] = {}
+        self._tags: list[Mapping[str, Any]] = []
+        self._requests: NDArray[np.int64] = np.empty(0, np.int64)
+        """Of each of the tags, the request of the present job; -1 where it is no answer of it."""
         runner.watch(self._draw)
 
     def begin(self, job: Job, vocab_size: int, hidden_size: int) -> None:
@@ -95,18 +99,25 @@ class _Work:
             self.answers.close()
         self.answers = None
         self.states.clear()
+        self._tags = []
 
     @torch.inference_mode()
     def _draw(self, step: Step) -> Tensor:
-        if self.runner.leads:
+        requests = self._requests_of(step.tags)
+        if self.runner.leads and (requests < 0).any():
             self._keep_states(step)
         if self.answers is None:
             return torch.zeros(len(step.tags), dtype=torch.int64, device=step.logits.device)
-        job = self.answers.job.id
-        requests = [tag["request"] if tag.get("job") == job else -1 for tag in step.tags]
-        due = np.where(step.partial, -1, np.array(requests, np.int64))
+        due = np.where(step.partial, -1, requests)
         steps = step.first + step.counts - step.prompt_tokens
         return self.answers.draw(due, steps, hidden=step.last_states, logits=step.logits)
+
+    def _requests_of(self, tags: list[Mapping[str, Any]]) -> NDArray[np.int64]:
+        if tags is not self._tags:
+            job = None if self.answers is None else self.answers.job.id
+            of_job = [tag["request"] if "request" in tag and tag["job"] == job else -1 for tag in tags]
+            self._tags, self._requests = tags, np.array(of_job, np.int64)
+        return self._requests
 
     def _keep_states(self, step: Step) -> None:
         """Copy what is wanted of the sequences that this pass computed a part of."""

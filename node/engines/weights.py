@@ -22,6 +22,8 @@ from node.engines.model_config import ModelConfig
 from protocol.errors import ModelError
 
 MAX_HEADER_BYTES: Final = 16 << 20
+_AGAIN: Final = "download the model again"
+_OF_ANOTHER: Final = "config.json and weights are not of one model: download all of it into an empty directory"
 MAX_FILES: Final = 1024
 
 _DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -74,7 +76,7 @@ class WeightFiles(Mapping[str, torch.Tensor]):
         for path in weight_files(model_dir):
             for name, place in _places(path, expected):
                 if name in self._places:
-                    raise ModelError(f"tensor {name} stands in two files of {model_dir}")
+                    raise ModelError(f"tensor {name} stands in two files of {model_dir}", hint=_OF_ANOTHER)
                 self._places[name] = place
         missing = sorted(expected.keys() - self._places.keys())
         if missing:
@@ -165,7 +167,9 @@ def _places(path: Path, expected: Mapping[str, Shape]) -> Iterator[tuple[str, _P
             start, stop = entry.data_offsets
             yield name, _Place(path, data_start + start, stop - start, _DTYPES[entry.dtype], entry.shape)
         elif not _is_redundant(name):
-            raise ModelError(f"{path} holds a tensor that the model's architecture does not have: {name[:80]}")
+            raise ModelError(
+                f"{path} holds a tensor that the model's architecture does not have: {name[:80]}", hint=_OF_ANOTHER
+            )
 
 
 def _is_redundant(name: str) -> bool:
@@ -177,7 +181,9 @@ def _read_header(file: BufferedReader, path: Path) -> tuple[dict[str, _TensorEnt
     prefix = file.read(8)
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
     if not 2 <= length <= MAX_HEADER_BYTES:
-        raise ModelError(f"{path} is not a safetensors file, or its header is larger than {MAX_HEADER_BYTES} bytes")
+        raise ModelError(
+            f"{path} is not a safetensors file, or its header is larger than {MAX_HEADER_BYTES} bytes", hint=_AGAIN
+        )
     entries = _decode_header(file.read(length), path)
     data_start = 8 + length
     _check_layout(path, entries, data_bytes=os.fstat(file.fileno()).st_size - data_start)
@@ -190,7 +196,7 @@ def _decode_header(header: bytes, path: Path) -> dict[str, _TensorEntry]:
         raw.pop("__metadata__", None)
         return {name: msgspec.json.decode(value, type=_TensorEntry) for name, value in raw.items()}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ModelError(f"the header of {path} does not decode: {str(error)[:200]}") from error
+        raise ModelError(f"the header of {path} does not decode: {str(error)[:200]}", hint=_AGAIN) from error
 
 
 def _check_layout(path: Path, entries: Mapping[str, _TensorEntry], *, data_bytes: int) -> None:
@@ -199,24 +205,27 @@ def _check_layout(path: Path, entries: Mapping[str, _TensorEntry], *, data_bytes
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         start, stop = entry.data_offsets
         if start != end or stop < start:
-            raise ModelError(f"{path}: tensor {name[:80]} overlaps another or leaves a gap")
+            raise ModelError(f"{path}: tensor {name[:80]} overlaps another or leaves a gap", hint=_AGAIN)
         end = stop
     if end != data_bytes:
-        raise ModelError(
-            f"{path} has {data_bytes} bytes of tensors, its header speaks of {end}", hint="download it again"
-        )
+        raise ModelError(f"{path} has {data_bytes} bytes of tensors, its header speaks of {end}", hint=_AGAIN)
 
 
 def _check_shape(path: Path, name: str, entry: _TensorEntry, *, shape: Shape) -> None:
     if entry.dtype not in _DTYPES:
-        raise ModelError(f"{path}: tensor {name} is {entry.dtype[:16]!r}; supported are {', '.join(_DTYPES)}")
+        raise ModelError(
+            f"{path}: tensor {name} is {entry.dtype[:16]!r}; supported are {', '.join(_DTYPES)}",
+            hint="load it with transformers in float32 or bfloat16 and write it with save_pretrained(directory)",
+        )
     if entry.shape != shape:
-        raise ModelError(f"{path}: tensor {name} is {list(entry.shape)}, config.json calls for {list(shape)}")
+        raise ModelError(
+            f"{path}: tensor {name} is {list(entry.shape)}, config.json calls for {list(shape)}", hint=_OF_ANOTHER
+        )
     size = _SIZES[entry.dtype]
     for side in shape:
         size *= side
     if entry.data_offsets[1] - entry.data_offsets[0] != size:
-        raise ModelError(f"{path}: tensor {name} does not fill its bytes")
+        raise ModelError(f"{path}: tensor {name} does not fill its bytes", hint=_AGAIN)
 
 
 def _read_tensor(place: _Place) -> torch.Tensor:
@@ -231,5 +240,5 @@ def _read_tensor(place: _Place) -> torch.Tensor:
     except OSError as error:
         raise ModelError(f"cannot read {place.path}: {error.strerror}") from error
     if read != len(buffer):
-        raise ModelError(f"{place.path} was cut short while it was read", hint="download the model again")
+        raise ModelError(f"{place.path} was cut short while it was read", hint=_AGAIN)
     return torch.frombuffer(buffer, dtype=place.dtype).view(place.shape)

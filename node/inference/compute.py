@@ -19,7 +19,7 @@ from node.engines.assignment import Work, derive_work, sampling_params
 from node.engines.base import Engine, Generation, GenerationRequest, SamplingParams, TokenProgress
 from node.engines.capacity import fitted_from_environment
 from node.engines.registry import engine_from_environment
-from node.engines.rewards import answer_rewards
+from node.engines.rewards import answer_rewards, claimed_rewards
 from node.engines.tokenizer import Tokenizer
 from node.engines.turns import play_turns, turns_of
 from node.inference.self_test import self_test
@@ -151,7 +151,7 @@ class RolloutWorker:
     def rewards(self, work: Work, generations: Sequence[Generation]) -> list[float]:
         """The rewards of the answers to `requests`; NaN where the environment cannot tell."""
         answers = [(number // work.group_size, generation) for number, generation in enumerate(generations)]
-        return answer_rewards(work, self._tokenizer_of(self._checkpoint), answers)
+        return claimed_rewards(work, self._tokenizer_of(self._checkpoint), answers)
 
     def reward(self, work: Work, prompt_index: int, generation: Generation) -> float:
         """The reward of one answer."""

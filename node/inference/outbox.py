@@ -1,11 +1,13 @@
 """The contributor's durable outbox: every submission from generation until its verdict, in one SQLite file.
 
 A submission is written here, synced, before it is sent anywhere, so a crash at any point loses no finished work and
-never reuses a submission index. Sending is the role's business.
+never reuses a submission index. Sending is the role's business. What others signed for stays as proof of credit: the
+relay's receipt, each validator's verdict, and the trainer's batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +37,10 @@ CREATE INDEX IF NOT EXISTS by_state ON submissions (state);
 CREATE TABLE IF NOT EXISTS verdicts (
     submission BLOB NOT NULL, validator BLOB NOT NULL, envelope BLOB NOT NULL, PRIMARY KEY (submission, validator)
 );
+CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, batch BLOB NOT NULL, trained BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS used (submission BLOB PRIMARY KEY, step INTEGER NOT NULL);
 """
+_STATES: dict[str, State] = {"accept": "accepted", "reject": "rejected", "undecided": "undecided"}
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,10 @@ class Outgoing:
 class Outbox:
     """Submissions of one node, by state. Every change is on disk when its method returns. Raises DataDirError."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, quorum: int = 1) -> None:
+        """`quorum`: so many validators must say the same of a submission before it counts."""
         self.path = path
+        self._quorum = quorum
         self._db = Database(path, _SCHEMA, name="the outbox")
 
     def close(self) -> None:
@@ -71,10 +78,13 @@ class Outbox:
 
     def add(self, submission: Signed[Submission], path: Path) -> None:
         record = submission.record
-        self._db.change(
-            "INSERT INTO submissions (id, step, idx, envelope, path, state, tokens) VALUES (?, ?, ?, ?, ?, 'ready', ?)",
-            *(submission.id, record.step, record.index, submission.data, str(path), record.output_tokens),
-        )
+        with self._db.transaction():
+            self._db.change(
+                "INSERT INTO submissions (id, step, idx, envelope, path, state, tokens) "
+                "VALUES (?, ?, ?, ?, ?, 'ready', ?)",
+                *(submission.id, record.step, record.index, submission.data, str(path), record.output_tokens),
+            )
+            self._refuse_behind(record.step)
 
     def ready(self, limit: int = 16) -> list[Outgoing]:
         """The oldest submissions that no relay has taken."""
@@ -114,19 +124,80 @@ class Outbox:
         """Output tokens of accepted work: what credits are counted in."""
         return int(self._one("SELECT COALESCE(SUM(tokens), 0) FROM submissions WHERE state = 'accepted'")[0])
 
-    def refused(self, submission_id: bytes, reason: str) -> None:
-        """A relay said no for good; the submission will never be judged."""
-        self._settle(submission_id, "refused", reason)
+    def refused(self, submission_id: bytes, reason: str) -> bool:
+        """A relay said no for good; whether that settles the submission, as no other relay took it.
+
+        The ledger takes a step's submissions by index, so those behind it would wait there for ever: they are not sent.
+        """
+        row = self._db.row("SELECT step FROM submissions WHERE id = ? AND state = 'ready'", submission_id)
+        if row is None:
+            return False
+        with self._db.transaction():
+            self._settle(submission_id, "refused", reason)
+            self._refuse_behind(row[0])
+        return True
+
+    def _refuse_behind(self, step: int) -> None:
+        behind = "step = ? AND idx > (SELECT MIN(idx) FROM submissions WHERE step = ? AND state = 'refused')"
+        self._db.change(
+            f"UPDATE submissions SET state = 'refused', reason = ? WHERE state = 'ready' AND {behind}",
+            *("after-refused: a submission before it was refused, and the ledger takes them in order", step, step),
+        )
+
+    def is_ready(self, submission_id: bytes) -> bool:
+        """Whether a submission still has to reach a relay."""
+        row = self._db.row("SELECT 1 FROM submissions WHERE id = ? AND state = 'ready'", submission_id)
+        return row is not None
+
+    def has_refused(self, step: int) -> bool:
+        """Whether a submission of a step was refused, so that the ledger takes no further one."""
+        return self._db.row("SELECT 1 FROM submissions WHERE step = ? AND state = 'refused'", step) is not None
 
     def judged(self, verdict: Signed[Verdict]) -> bool:
-        """Take in a verdict; whether it was news about a submission of ours. Every validator's latest is kept."""
+        """Take in a verdict; whether it changed what became of a submission of ours. All of them are kept."""
         key, validator = verdict.record.submission, verdict.author.public_key
         self._db.change(
             "INSERT OR REPLACE INTO verdicts SELECT ?, ?, ? FROM submissions WHERE id = ?",
             *(key, validator, verdict.data, key),
         )
-        state: dict[str, State] = {"accept": "accepted", "reject": "rejected", "undecided": "undecided"}
-        return self._settle(key, state[verdict.record.outcome], verdict.record.reason)
+        outcome, reason = verdict.record.outcome, verdict.record.reason
+        if verdict.record.appeal and outcome == "accept":
+            query = "UPDATE submissions SET state = 'accepted', reason = ? WHERE id = ? AND state != 'accepted'"
+            return self._db.change(query, reason, key) > 0
+        agreed = sum(one.record.outcome == outcome for one in self.verdicts(key))
+        if outcome != "undecided" and agreed < self._quorum:
+            return False
+        return self._settle(key, _STATES[outcome], reason)
+
+    def verdicts(self, submission_id: bytes) -> list[Signed[Verdict]]:
+        """What validators said of a submission, oldest first."""
+        rows = self._db.rows("SELECT envelope FROM verdicts WHERE submission = ? ORDER BY rowid", submission_id)
+        return [open_envelope(row[0], Verdict) for row in rows]
+
+    def rejections(self, limit: int) -> list[Signed[Verdict]]:
+        """The newest verdicts that reject something, one a submission, newest first."""
+        found: dict[bytes, Signed[Verdict]] = {}
+        query = "SELECT v.envelope FROM verdicts v JOIN submissions s ON s.id = v.submission WHERE state != 'accepted'"
+        for (envelope,) in self._db.rows(f"{query} ORDER BY v.rowid DESC LIMIT ?", 4 * limit):
+            verdict = open_envelope(envelope, Verdict)
+            if verdict.record.outcome == "reject":
+                found.setdefault(verdict.record.submission, verdict)
+        return list(found.values())[:limit]
+
+    def unproved(self, limit: int) -> list[bytes]:
+        """The newest accepted submissions of which no batch is known, or not that it was trained."""
+        query = (
+            "SELECT id FROM submissions s LEFT JOIN used u ON u.submission = s.id LEFT JOIN steps t ON t.step = u.step "
+            "WHERE state = 'accepted' AND COALESCE(LENGTH(t.trained), 0) = 0 ORDER BY s.step DESC, idx DESC LIMIT ?"
+        )
+        return [bytes(row[0]) for row in self._db.rows(query, limit)]
+
+    def keep_step(self, step: int, batch: bytes, trained: bytes, used: Iterable[bytes]) -> None:
+        """Keep a step's batch, in which these submissions are, and that it was trained, empty while it is not."""
+        with self._db.transaction():
+            self._db.change("INSERT OR REPLACE INTO steps VALUES (?, ?, ?)", step, batch, trained)
+            for submission in used:
+                self._db.change("INSERT OR REPLACE INTO used VALUES (?, ?)", submission, step)
 
     def count(self, *states: State) -> int:
         marks = ",".join("?" * len(states))

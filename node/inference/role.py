@@ -16,10 +16,13 @@ from typing import Any
 import msgspec
 import trio
 
+from node.admission.entrance import Entrance
 from node.clock import now_ms
 from node.compute.process import ComputeProcess
 from node.feeds import Feeds
+from node.inference.eviction import EvictionWatch
 from node.inference.outbox import Outbox, Outgoing
+from node.inference.standing import StandingWatch
 from node.policies import Policies
 from node.status import StatusBoard
 from node.swarm import Swarm
@@ -43,13 +46,9 @@ LAST_VERDICTS_S = 3.0
 FILES_KEPT_STEPS = 8
 RETRY_CODES = frozenset(
     {"no-manifest", "no-head", "future-step", "disk-full", "node-quota", "step-quota", "busy", "timeout", "bad-clock"}
-    | {"not-yet", "not-allowed", "too-many-requests", "unauthorized", "stale-challenge"}
+    | {"not-yet", "not-allowed", "too-many-requests", "unauthorized", "stale-challenge", "not-admitted", "evicted"}
 )
 """Refusals that another relay, or the same one later, may not repeat."""
-
-
-class Evicted(NodeError):
-    """Raised when the run has evicted this node."""
 
 
 class SelfTestFailed(NodeError):
@@ -93,6 +92,8 @@ class InferenceParts:
     feeds: Feeds
     board: StatusBoard
     work_dir: Path
+    entrance: Entrance | None = None
+    """None where nothing is asked of newcomers."""
     tests_itself: bool = False
     """Whether it checks its own proofs before it works; a simulated cheat does not."""
 
@@ -112,6 +113,7 @@ class InferenceRole:
         self._ran_out = False
         """Whether the compute process died of memory, so that its successor must take less."""
         self._changed = trio.Event()
+        self._standing = StandingWatch(parts.swarm, parts.outbox, parts.board)
         self._sent_at: dict[bytes, float] = {}
         self._tokens = 0
         self._could_not_tell = 0
@@ -123,7 +125,10 @@ class InferenceRole:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._send_loop)
             nursery.start_soon(self._verdict_loop)
-            nursery.start_soon(self._watch_eviction)
+            nursery.start_soon(EvictionWatch(self._p.swarm, self._p.outbox, self._p.board, self._standing).run)
+            nursery.start_soon(self._standing.run)
+            if self._p.entrance is not None:
+                nursery.start_soon(self._p.entrance.run)
             await self._generate_loop()
             await self._hand_in_rest()
             nursery.cancel_scope.cancel()
@@ -167,10 +172,14 @@ class InferenceRole:
 
     def _blocked(self, head: Head) -> str | None:
         """Why nothing can be generated now, in words for a person; None when something can."""
+        if self._p.entrance is not None and self._p.entrance.waits_for is not None:
+            return self._p.entrance.waits_for
         if self._p.outbox.count("ready") >= MAX_UNSENT:
             return f"a relay to take {MAX_UNSENT} finished submissions"
         if not head.collecting:
             return f"step {head.step + 1}: enough rollouts for step {head.step} are on their way"
+        if self._p.outbox.has_refused(head.step):
+            return f"step {head.step + 1}: a relay refused a submission of step {head.step}, and none may follow it"
         if self._p.outbox.next_index(head.step) >= self._manifest.record.rollout.max_submissions_per_step:
             return f"step {head.step + 1}: this node's share of step {head.step} is done"
         newest = self._p.outbox.newest()
@@ -211,19 +220,22 @@ class InferenceRole:
         """Have a submission computed; None, after a pause, where the engine failed."""
         self._p.board.working(f"generating submission {index} of step {step} with checkpoint {policy.step}")
         try:
-            await self._load(policy.checkpoint, policy.path)
-            await self._test_itself(f"generating submission {index} of step {step} with checkpoint {policy.step}")
-            made = await self._p.compute.call(
-                "generate",
-                timeout_s=GENERATE_TIMEOUT_S,
-                run_id=self._manifest.id,
-                step=step,
-                checkpoint=policy.checkpoint,
-                contributor=self._p.identity.peer_id.public_key,
-                index=index,
-                manifest=msgspec.msgpack.encode(self._manifest.record),
-                path=str(self.file(step, index)),
-            )
+            with self._p.policies.kept(policy.checkpoint) as held:
+                if held is None:
+                    return None  # dropped meanwhile, for a newer one
+                await self._load(policy.checkpoint, held)
+                await self._test_itself(f"generating submission {index} of step {step} with checkpoint {policy.step}")
+                made = await self._p.compute.call(
+                    "generate",
+                    timeout_s=GENERATE_TIMEOUT_S,
+                    run_id=self._manifest.id,
+                    step=step,
+                    checkpoint=policy.checkpoint,
+                    contributor=self._p.identity.peer_id.public_key,
+                    index=index,
+                    manifest=msgspec.msgpack.encode(self._manifest.record),
+                    path=str(self.file(step, index)),
+                )
         except ComputeError as error:
             self._loaded = None
             self._ran_out = isinstance(error, ComputeCrashed) and self._p.compute.died_of_memory
@@ -251,10 +263,9 @@ class InferenceRole:
         if self._loaded == (checkpoint, self._p.compute.restarts):
             return
         options: dict[str, Any] = {"ran_out": True} if self._ran_out else {}
-        with self._p.policies.kept(checkpoint):
-            await self._p.compute.call(
-                "load", timeout_s=LOAD_TIMEOUT_S, checkpoint_dir=str(path), checkpoint_id=checkpoint, **options
-            )
+        await self._p.compute.call(
+            "load", timeout_s=LOAD_TIMEOUT_S, checkpoint_dir=str(path), checkpoint_id=checkpoint, **options
+        )
         self._ran_out = False
         self._loaded = (checkpoint, self._p.compute.restarts)
 
@@ -298,6 +309,8 @@ class InferenceRole:
 
     async def _send(self, outgoing: Outgoing, *, avoid: PeerId | None = None) -> bool:
         """Give one submission to one relay; whether it is settled there (taken or refused for good)."""
+        if avoid is None and not self._p.outbox.is_ready(outgoing.id):
+            return True  # one before it was refused meanwhile
         client = self._p.swarm.choose_relay(avoid=avoid)
         if client is None:
             return False
@@ -315,16 +328,14 @@ class InferenceRole:
         return True
 
     def _refused(self, outgoing: Outgoing, error: RefusedError) -> bool:
-        if error.code == "evicted":
-            raise self._evicted(error.message)
         if error.code in RETRY_CODES:
             return False
         log.warning(
             "refused step=%d index=%d code=%s reason=%r", *(outgoing.step, outgoing.index), error.code, error.message
         )
-        self._p.outbox.refused(outgoing.id, f"{error.code}: {error.message}")
-        self._sent_at.pop(outgoing.id, None)
-        self._news()
+        if self._p.outbox.refused(outgoing.id, f"{error.code}: {error.message}"):
+            self._sent_at.pop(outgoing.id, None)
+            self._news()
         return True
 
     async def _resend_unjudged(self) -> None:
@@ -334,17 +345,6 @@ class InferenceRole:
             if time.monotonic() - sent_at > RESEND_AFTER_S and outgoing.path.exists():
                 await self._send(outgoing, avoid=self._p.outbox.relay_of(outgoing.id))
                 self._sent_at[outgoing.id] = time.monotonic()
-
-    async def _watch_eviction(self) -> None:
-        raise self._evicted(await self._p.swarm.wait_evicted())
-
-    def _evicted(self, said: str) -> Evicted:
-        self._p.board.state("evicted", said)
-        return Evicted(
-            f"this node was evicted from the run: {said}",
-            hint="the run's ledger holds the verdict (any other node can audit it); a new contributor needs another "
-            "--data-dir",
-        )
 
     async def _verdict_loop(self) -> None:
         while True:

@@ -1,8 +1,8 @@
 """The audit of a run: every entry of its ledger held against everything that is known, in one pass and flat memory.
 
-Replays the very rules that nodes replay (protocol.ledger), and beside them keeps books of its own: balances from the
-verdicts alone, the lineage of checkpoints, and the tips that the trainer signed in heads that drew. An entry that is
-refused is a breach, and the audit goes on after it. What needs files, policies or an engine is node.ledger.recheck.
+Replays the very rules that nodes replay (protocol.ledger), and beside them keeps books of its own: balances
+(node.ledger.books), the lineage of checkpoints, and the tips that the trainer signed in heads that drew. An entry that
+is refused is a breach, and the audit goes on after it. What needs files, policies or an engine is node.ledger.recheck.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from typing import Any, Final
 
 import msgspec
 
+from node.ledger.books import Books
 from node.ledger.rows import leaderboard, run_row
-from node.ledger.signatures import Checked, fault_kind
+from node.ledger.signatures import Checked, Fault, fault_kind
 from protocol.draw import beacon_of, check_rate, is_drawn
 from protocol.envelope import Signed, id_of, open_envelope
 from protocol.errors import ProtocolError
 from protocol.identity import PeerId
-from protocol.ledger import LedgerMemory, LedgerState, open_entry
-from protocol.records import Batch, CheckpointManifest, Eviction, Head, Manifest, Trained, Verdict
+from protocol.ledger import LedgerMemory, LedgerState
+from protocol.records import Batch, CheckpointManifest, Eviction, Head, Manifest, Reinstatement, Trained, Verdict
 from protocol.run import RunAddress
 
 MAX_BREACHES: Final = 1000
@@ -74,7 +75,9 @@ class Report(msgspec.Struct, kw_only=True):
     contributors: list[dict[str, Any]]
     validators: list[ValidatorRow]
     forfeited: int
-    """Credits that evictions took."""
+    """Credits that evictions took and no reinstatement gave back."""
+    appeals: dict[str, int]
+    """How many are open, granted, refused."""
     breaches: list[Breach]
     breaches_by_kind: dict[str, int]
     notes: list[str]
@@ -91,28 +94,31 @@ class Audit:
 
     def __init__(self, manifest: Signed[Manifest], memory: LedgerMemory | None = None) -> None:
         self.manifest = manifest
-        self.state = LedgerState(manifest.id, manifest.record, memory=memory, signatures_checked=True)
+        self.state = LedgerState(
+            manifest.id, manifest.record, operator=manifest.author, memory=memory, signatures_checked=True
+        )
+        self.state.work_checked = True
         self.breaches = Breaches()
         self._kinds: Counter[str] = Counter()
         self._validators = {peer: ValidatorRow(str(peer)) for peer in manifest.record.validator_ids}
-        self._balances = _Balances(self.state, self.breaches)
+        self._books = Books(self.state, self._complain)
         self._lineage = _Lineage(self.state, self.breaches)
         self._beacons = _Beacons(self.state, self.breaches, self._lineage)
 
     def take(self, checked: Checked) -> None:
         """Hold one entry against the rules and the audit's own books. Raises MalformedError where the chain ends."""
-        fault = checked.fault
+        entry, fault, number = checked.entry, checked.fault, checked.number
         if fault is not None:
-            self.breaches.add(fault.kind, _author(checked.data), fault.what, entry=checked.number)
-            if fault.where == "entry" or not _is_drawn(checked.data):  # nodes refuse it
-                return self.state.pass_over(id_of(checked.data))
-        try:
-            entry = self.state.apply(checked.data)
-        except ProtocolError as error:
-            self.breaches.add(fault_kind(error), _author(checked.data), error.message, entry=checked.number)
+            self.breaches.add(fault.kind, entry.author if entry else None, fault.what, entry=number)
+        if entry is None or (fault is not None and not _costs_nothing(entry, fault)):
             return self.state.pass_over(id_of(checked.data))
+        try:
+            self.state.take(entry)
+        except ProtocolError as error:
+            self.breaches.add(fault_kind(error), entry.author, error.message, entry=number)
+            return self.state.pass_over(entry.id)
         self._kinds[entry.record.KIND] += 1
-        self._note(entry, checked.number)
+        self._note(entry, number)
 
     def finish(
         self, *, heads: Iterable[Signed[Head]] = (), checkpoints: Iterable[Signed[CheckpointManifest]] = ()
@@ -122,7 +128,7 @@ class Audit:
             self._beacons.see(head, None)
         for checkpoint in checkpoints:
             self._lineage.held(checkpoint)
-        self._balances.close()
+        self._books.close()
 
     def report(self, notes: Sequence[str] = ()) -> Report:
         record = self.manifest.record
@@ -133,7 +139,8 @@ class Audit:
             entries=dict(self._kinds),
             contributors=leaderboard(self.state),
             validators=list(self._validators.values()),
-            forfeited=self._balances.forfeited,
+            forfeited=self._books.forfeited,
+            appeals=dict(Counter(case.state for case in self.state.appeals.values())),
             breaches=self.breaches.found,
             breaches_by_kind=dict(self.breaches.counts),
             notes=list(notes),
@@ -143,60 +150,25 @@ class Audit:
         match entry.record:
             case Verdict():
                 self._count(entry)
-                self._balances.verdict(entry, number)
+                self._books.verdict(entry, number)
                 self._beacons.verdict(entry, number)
             case Batch():
                 self._lineage.batch(entry.record, number)
             case Trained():
                 self._lineage.trained(entry.record, number)
             case Eviction():
-                self._balances.eviction(entry.record)
+                self._books.eviction(entry.record)
+            case Reinstatement():
+                self._books.reinstatement(entry.record)
+
+    def _complain(self, kind: str, who: PeerId | None, what: str, entry: int | None) -> None:
+        self.breaches.add(kind, who, what, entry=entry)
 
     def _count(self, entry: Signed[Verdict]) -> None:
         row = self._validators[entry.author]
         setattr(row, entry.record.outcome, getattr(row, entry.record.outcome) + 1)
         row.hard += entry.record.outcome == "reject" and entry.record.hard
         row.in_full += entry.record.draw.drawn
-
-
-class _Balances:
-    """Credits by the verdicts alone, to be compared with what the rules make of them."""
-
-    def __init__(self, state: LedgerState, breaches: Breaches) -> None:
-        self._state = state
-        self._breaches = breaches
-        self._validators = frozenset(state.manifest.validator_ids)
-        self._credits: Counter[PeerId] = Counter()
-        self._earned = 0
-        self._unpaid = 0
-        self.forfeited = 0
-
-    def verdict(self, entry: Signed[Verdict], number: int) -> None:
-        one = self._state.submissions[entry.record.submission]
-        votes = [signed.record.outcome for signed in one.verdicts.values()]
-        quorum = self._state.manifest.quorum
-        if entry.record.outcome != "accept" or one.state != "accepted" or votes.count("accept") != quorum:
-            return
-        if not one.verdicts.keys() <= self._validators:
-            self._breaches.add("quorum", entry.author, "accepted by votes of others than validators", entry=number)
-        tokens = one.record.output_tokens
-        self._earned += tokens
-        if self._state.contributors[one.author].standing == "evicted":
-            self._unpaid += tokens
-        else:
-            self._credits[one.author] += tokens
-
-    def eviction(self, record: Eviction) -> None:
-        self.forfeited += self._credits.pop(PeerId(record.contributor), 0)
-
-    def close(self) -> None:
-        """Every credit is somebody's, was forfeited, or was never paid; and nobody has another balance."""
-        for peer, one in self._state.contributors.items():
-            if one.credits != self._credits[peer]:
-                what = f"a balance of {one.credits} credits, where the verdicts give {self._credits[peer]}"
-                self._breaches.add("balance", peer, what)
-        if self._earned != self._credits.total() + self.forfeited + self._unpaid:
-            self._breaches.add("balance", None, f"{self._earned} credits were earned; they do not add up")
 
 
 class _Lineage:
@@ -287,17 +259,6 @@ class _Beacons:
         )
 
 
-def _author(data: bytes) -> PeerId | None:
-    """Who an entry says it is by."""
-    try:
-        return open_entry(data, signature_checked=True).author
-    except ProtocolError:
-        return None
-
-
-def _is_drawn(data: bytes) -> bool:
-    try:
-        record = open_entry(data, signature_checked=True).record
-    except ProtocolError:
-        return False
-    return isinstance(record, Verdict) and record.draw.drawn
+def _costs_nothing(entry: Signed[Any], fault: Fault) -> bool:
+    """Whether nodes take an entry with this fault: one in evidence that it does not need."""
+    return fault.where == "evidence" and isinstance(entry.record, Verdict) and entry.record.draw.drawn

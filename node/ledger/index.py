@@ -40,6 +40,7 @@ CREATE TABLE IF NOT EXISTS entries (
 );
 CREATE INDEX IF NOT EXISTS by_about ON entries (about, number) WHERE about IS NOT NULL;
 CREATE INDEX IF NOT EXISTS by_submission ON entries (submission, number) WHERE submission IS NOT NULL;
+CREATE INDEX IF NOT EXISTS of_step ON entries (kind, number) WHERE kind IN ('batch', 'trained');
 PRAGMA user_version={LAYOUT};
 """
 
@@ -122,6 +123,12 @@ class LedgerIndex:
         """Numbers of the newest entries of a kind about a contributor, newest first."""
         query = "SELECT number FROM entries WHERE about = ? AND kind = ? ORDER BY number DESC LIMIT ?"
         return [int(row[0]) for row in self._rows(query, peer.public_key, kind, limit)]
+
+    def of_step(self, kind: str, step: int) -> int | None:
+        """Number of a step's `batch` or `trained` entry: the ledger takes both in the order of steps."""
+        query = "SELECT number FROM entries WHERE kind = ? AND kind IN ('batch', 'trained') ORDER BY number"
+        rows = self._rows(f"{query} LIMIT 1 OFFSET ?", kind, step)
+        return int(rows[0][0]) if rows else None
 
     def of_submission(self, submission: bytes) -> list[int]:
         """Numbers of the entries that are a submission or judge it, in order."""

@@ -17,10 +17,10 @@ from node.ledger.material import Material
 from node.ledger.recheck import recheck
 from node.ledger.scratch import Scratch
 from node.ledger.segments import DamagedSegment, read_segments
-from node.ledger.signatures import checked_entries
+from node.ledger.signatures import WorkAsked, checked_entries
 from protocol.errors import MalformedError
 
-SMALL_BYTES: Final = 2 << 20
+SMALL_BYTES: Final = 8 << 20
 """A shorter ledger is checked before processes have started."""
 SHOW_EVERY: Final = 50_000
 
@@ -28,9 +28,10 @@ Say = Callable[[str], None]
 
 
 def default_processes(ledger: Path) -> int:
-    """Processes for signatures: all cores but the one that replays; none for a short ledger or on one core."""
+    """Processes for signatures: one for each core, since the replay waits for them; none for a short ledger."""
     size = ledger.stat().st_size if ledger.is_file() else sum(path.stat().st_size for path in ledger.glob("segment-*"))
-    return 0 if size < SMALL_BYTES else len(os.sched_getaffinity(0)) - 1
+    cores = len(os.sched_getaffinity(0))
+    return cores if size >= SMALL_BYTES and cores > 1 else 0
 
 
 @contextmanager
@@ -47,10 +48,11 @@ def replayed(material: Material, *, say: Say, processes: int | None = None) -> I
 
 def _replay(audit: Audit, material: Material, processes: int | None, say: Say) -> list[str]:
     processes = default_processes(material.ledger) if processes is None else processes
+    asked = WorkAsked(material.manifest.id, material.manifest.record.admission.work_bits)
     notes: list[str] = []
     number = 0
     try:
-        for checked in checked_entries(read_segments(material.ledger), processes=processes):
+        for checked in checked_entries(read_segments(material.ledger), asked=asked, processes=processes):
             number = checked.number
             audit.take(checked)
             if (number + 1) % SHOW_EVERY == 0:

@@ -96,6 +96,11 @@ class LedgerLog:
         """Ids of the entries from number `start` to before `end`."""
         return self._index.ids(start, end)
 
+    def of_step(self, kind: str, step: int) -> bytes:
+        """The `batch` or `trained` entry of a training step; empty where there is none yet."""
+        number = self._index.of_step(kind, step)
+        return b"" if number is None else next(iter(self.entries(number, 1)), b"")
+
     @property
     def index(self) -> LedgerIndex:
         """Which entries are about whom."""
@@ -156,11 +161,13 @@ class LedgerLog:
         missing: list[Row] = []
         try:
             for at, (offset, data) in enumerate(zip(segment.offsets, segment.entries, strict=True)):
+                self.state.work_checked = segment.first + at < known
                 entry = self._apply(segment, at)
                 row = Row(segment.first + at, (segment.number, offset, len(data)), entry)
                 if row.number >= known or not self._index.holds(row):
                     missing.append(row)
         finally:
+            self.state.work_checked = False
             self._index.add(missing)
 
     def _apply(self, segment: Segment, at: int) -> Signed[Any]:

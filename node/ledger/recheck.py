@@ -57,30 +57,46 @@ def files_at_hand(audit: Audit, material: Material) -> list[AtHand]:
 
 
 def sample(files: Sequence[AtHand], count: int, *, tip: bytes) -> list[AtHand]:
-    """So many of them, chosen by the ledger's tip: the same for everybody who audits the same ledger."""
-    settled = [each for each in files if each.one.state in ("accepted", "rejected")]
-    return sorted(settled, key=lambda each: hashlib.sha256(tip + each.key).digest())[:count]
+    """So many of them, chosen by the ledger's tip: the same for everybody with the same ledger and files."""
+    return sorted(files, key=lambda each: hashlib.sha256(tip + each.key).digest())[:count]
+
+
+def _stands_alone(one: LedgerSubmission) -> bool:
+    """Whether it was settled by what its file shows."""
+    reasons = {
+        said.record.reason.partition(":")[0] for said in one.verdicts.values() if said.record.outcome == "reject"
+    }
+    return one.state == "accepted" or (one.state == "rejected" and not reasons & _NOT_ALONE)
 
 
 def recheck(audit: Audit, material: Material, *, count: int) -> tuple[list[dict[str, Any]], list[str]]:
     """Breaches go to the audit; what was judged again, and notes on what could not be, are returned."""
-    return trio.run(_recheck, audit, material, count)
-
-
-async def _recheck(audit: Audit, material: Material, count: int) -> tuple[list[dict[str, Any]], list[str]]:
-    files = await trio.to_thread.run_sync(files_at_hand, audit, material)
+    files = files_at_hand(audit, material)  # in this thread: SQLite answers no other
     if not files:
         return [], ["no rollout file of the ledger is at hand: silent groups and verdicts are taken as they are"]
+    return trio.run(_recheck, audit, material, files, count)
+
+
+async def _recheck(
+    audit: Audit, material: Material, files: Sequence[AtHand], count: int
+) -> tuple[list[dict[str, Any]], list[str]]:
     with tempfile.TemporaryDirectory(prefix="intellect-recheck-") as scratch:
         async with _Bench(Path(scratch), material.manifest.record).open() as bench:
             notes = await _check_silent(audit, files, bench)
-            again = [
-                await _judge_again(audit, material, each, bench) for each in sample(files, count, tip=audit.state.tip)
-            ]
-    left = sum("skipped" in row for row in again)
-    if count and left:
-        notes.append(f"{left} of {len(again)} verdicts could not be made again; see `rechecked`")
+            policies = _policies(material, files)
+            can = [each for each in files if each.one.record.checkpoint in policies and _stands_alone(each.one)]
+            chosen = sample(can, count, tip=audit.state.tip)
+            again = [await _judge_again(audit, each, bench, policies[each.one.record.checkpoint]) for each in chosen]
+    if count:
+        notes.append(f"{len(again)} verdicts made again; files and policies at hand would do for {len(can)}")
     return again, notes
+
+
+def _policies(material: Material, files: Sequence[AtHand]) -> dict[bytes, HeldPolicy]:
+    """Those that submissions at hand were made with, as far as they are here."""
+    wanted = {each.one.record.checkpoint for each in files}
+    found = {checkpoint: held_policy(material.directory, material.manifest.id, checkpoint) for checkpoint in wanted}
+    return {checkpoint: policy for checkpoint, policy in found.items() if policy is not None}
 
 
 class _Bench:
@@ -163,16 +179,10 @@ def _said_silent(audit: Audit, each: AtHand) -> tuple[bool, ...]:
     return tuple(silent_groups(audit.state.manifest, batch)[start : start + groups])
 
 
-async def _judge_again(audit: Audit, material: Material, each: AtHand, bench: _Bench) -> dict[str, Any]:
+async def _judge_again(audit: Audit, each: AtHand, bench: _Bench, policy: HeldPolicy) -> dict[str, Any]:
     row: dict[str, Any] = {"submission": each.key.hex(), "contributor": str(each.one.author), "ledger": each.one.state}
-    said = next((one for one in each.one.verdicts.values() if one.record.outcome == "reject"), None)
-    if each.one.state == "rejected" and said is not None and said.record.reason.partition(":")[0] in _NOT_ALONE:
-        return {**row, "skipped": f"rejected for what a file alone does not show: {said.record.reason[:200]}"}
-    policy = held_policy(material.directory, material.manifest.id, each.one.record.checkpoint)
-    if policy is None:
-        return {**row, "skipped": f"checkpoint {each.one.record.checkpoint_step} is not at hand"}
     try:
-        found = await bench.judge(each, policy, run_id=material.manifest.id)
+        found = await bench.judge(each, policy, run_id=audit.state.run_id)
     except MalformedError as error:
         found = {"outcome": "reject", "hard": True, "reason": f"schema: {error.message}"}
     except (ComputeError, ModelError) as error:

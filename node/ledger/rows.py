@@ -1,7 +1,7 @@
 """The ledger's replay as rows of plain values: for the leaderboard, a contributor's own page, tables, JSON and CSV.
 
 Reads a state, which may be growing in another thread: contributors are copied by one call before they are walked. Keys
-are peer ids as text, times are milliseconds, credits are output tokens.
+are peer ids as text, times are milliseconds, credits are in the unit that the manifest names.
 """
 
 from __future__ import annotations
@@ -16,21 +16,28 @@ from protocol.ledger import LedgerState, LedgerSubmission
 from protocol.run import RunAddress
 from protocol.standing import Contributor
 
-CONTRIBUTOR_COLUMNS: Final = ("rank", "peer_id", "standing", "credits", "accepted", "rejected", "reasons", "reason")
+CONTRIBUTOR_COLUMNS: Final = (
+    "rank", "peer_id", "standing", "credits", "mature", "maturing", "forfeited", "restored", "accepted", "rejected",
+    "reasons", "reason",
+)  # fmt: skip
 SUBMISSION_COLUMNS: Final = (
-    "id", "contributor", "step", "index", "checkpoint_step", "state", "credits", "rollouts", "tokens", "used_in",
-    "reward", "hard", "reason", "at_ms",
+    "id", "contributor", "step", "index", "checkpoint_step", "state", "credits", "worth", "appeal",
+    "rollouts", "tokens", "used_in", "reward", "hard", "reason", "at_ms",
 )  # fmt: skip
 MAX_REASON_CHARS: Final = 300
 
 
 def contributor_row(peer: PeerId, one: Contributor) -> dict[str, Any]:
-    """Standing, credits, and what became of the work."""
+    """Standing, credits (`mature` and `maturing` together), and what became of the work."""
     return {
         "peer_id": str(peer),
         "standing": one.standing,
         "reason": one.reason[:MAX_REASON_CHARS],
         "credits": one.credits,
+        "mature": one.balance.mature,
+        "maturing": one.balance.maturing,
+        "forfeited": one.balance.forfeited,
+        "restored": one.balance.restored,
         "accepted": one.accepted,
         "rejected": dict(one.rejected),
     }
@@ -46,7 +53,7 @@ def leaderboard(state: LedgerState, *, limit: int | None = None) -> list[dict[st
 def submission_row(key: bytes, one: LedgerSubmission, state: LedgerState) -> dict[str, Any]:
     """One submission: what was handed in, what was said of it, what it earns."""
     record = one.record
-    evicted = state.contributors[one.author].standing == "evicted"
+    worth = credit_state(one, state)
     return {
         "id": key.hex(),
         "contributor": str(one.author),
@@ -54,13 +61,28 @@ def submission_row(key: bytes, one: LedgerSubmission, state: LedgerState) -> dic
         "index": record.index,
         "checkpoint_step": record.checkpoint_step,
         "state": one.state,
-        "credits": record.output_tokens if one.state == "accepted" and not evicted else 0,
+        "credits": state.manifest.credits.of(record.output_tokens) if worth in ("mature", "maturing") else 0,
+        "worth": worth,
+        "appeal": one.appeal.hex(),
         "rollouts": record.rollouts,
         "tokens": record.output_tokens,
         "used_in": one.used_in,
         **_telling(one),
         "at_ms": record.issued_at_ms,
     }
+
+
+def credit_state(one: LedgerSubmission, state: LedgerState) -> str:
+    """What became of a submission's credits: `mature`, `maturing`, `forfeited`, or none, where it is not accepted."""
+    if one.state != "accepted" or one.settled_step is None:
+        return ""
+    evicted_step = state.contributors[one.author].evicted_step
+    due = one.settled_step + state.manifest.credits.maturity_steps
+    over = state.manifest.batch.total_steps
+    if evicted_step is None:
+        return "mature" if due <= (now := len(state.trained)) or now >= over else "maturing"
+    before = due <= evicted_step or evicted_step >= over
+    return "mature" if before else "forfeited"
 
 
 def submissions_of(state: LedgerState, peer: PeerId | None = None) -> Iterator[dict[str, Any]]:
@@ -85,6 +107,9 @@ def run_row(state: LedgerState, run: RunAddress) -> dict[str, Any]:
         "contributors": len(contributors),
         "evicted": sum(one.standing == "evicted" for one in contributors),
         "credits": sum(one.credits for one in contributors),
+        "mature": sum(one.balance.mature for one in contributors),
+        "forfeited": sum(one.balance.forfeited for one in contributors),
+        "credit_unit": state.manifest.credits.unit,
     }
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from protocol.envelope import Signed
 from protocol.identity import PeerId
-from protocol.ledger import LedgerMemory, LedgerSubmission, SubmissionState
+from protocol.ledger_memory import LedgerMemory, LedgerSubmission, SubmissionState
 from protocol.records import Batch, Submission, Trained, Verdict
 
 HOT: Final = 2048
@@ -184,6 +184,9 @@ class _Kept(msgspec.Struct, array_like=True):
     state: SubmissionState
     verdicts: list[tuple[bytes, bytes, Verdict]]
     used_in: int | None
+    settled_at: int | None
+    settled_step: int | None
+    appeal: bytes
 
 
 _kept = msgspec.msgpack.Decoder(_Kept)
@@ -191,7 +194,8 @@ _kept = msgspec.msgpack.Decoder(_Kept)
 
 def _encode_submission(one: LedgerSubmission) -> bytes:
     verdicts = [(peer.public_key, signed.id, _slim(signed.record)) for peer, signed in one.verdicts.items()]
-    return msgspec.msgpack.encode(_Kept(one.record, one.author.public_key, one.place, one.state, verdicts, one.used_in))
+    rest = (one.used_in, one.settled_at, one.settled_step, one.appeal)
+    return msgspec.msgpack.encode(_Kept(one.record, one.author.public_key, one.place, one.state, verdicts, *rest))
 
 
 def _decode_submission(data: bytes) -> LedgerSubmission:
@@ -199,7 +203,8 @@ def _decode_submission(data: bytes) -> LedgerSubmission:
     verdicts: dict[PeerId, Any] = {
         PeerId(key): Signed(record, PeerId(key), verdict_id, b"") for key, verdict_id, record in kept.verdicts
     }
-    return LedgerSubmission(kept.record, PeerId(kept.author), kept.place, kept.state, verdicts, kept.used_in)
+    rest = (kept.used_in, kept.settled_at, kept.settled_step, kept.appeal)
+    return LedgerSubmission(kept.record, PeerId(kept.author), kept.place, kept.state, verdicts, *rest)
 
 
 def _slim(verdict: Verdict) -> Verdict:

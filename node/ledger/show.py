@@ -32,6 +32,7 @@ from protocol.identity import PeerId
 from protocol.records import Head
 
 MAX_SHOWN: Final = 20
+_UNITS: Final = {"tokens": "output tokens", "flops": "million operations"}
 
 Say = Callable[[str], None]
 
@@ -91,8 +92,12 @@ def print_report(report: Report) -> None:
         + ", ".join(f"{count} {kind}" for kind, count in sorted(report.entries.items())),
         f"steps {run['steps_committed']} committed and {run['steps_trained']} trained of {run['steps_total']}, "
         f"by trainer {report.trainer}",
-        f"credits {run['credits']} output tokens of accepted work; {report.forfeited} forfeited",
+        f"credits {run['credits']} {_UNITS[run['credit_unit']]} of accepted work, {run['mature']} of them mature; "
+        f"{report.forfeited} forfeited",
     )
+    if report.appeals:
+        said = ", ".join(f"{count} {state}" for state, count in sorted(report.appeals.items()))
+        _lines(console, f"appeals {said}")
     console.print(_contributors(report.contributors[:MAX_SHOWN]))
     console.print(_validators(report))
     for row in report.rechecked:
@@ -221,19 +226,21 @@ def print_mine(found: Mapping[str, Any], peer: PeerId) -> None:
     console = Console()
     one = found["contributor"]
     if one is None:
-        _lines(console, f"{peer} has no submission in the ledger of {found['run']['run']}")
+        _lines(console, f"{peer} is not in the ledger of {found['run']['run']}")
         return
     row = flat(one)
     _lines(
         console,
         f"{peer}: {row['standing']}{', ' + row['reason'] if row['reason'] else ''}",
-        f"{row['credits']} credits, rank {row['rank']} of {found['run']['contributors']}; {row['accepted']} accepted, "
+        f"{row['credits']} credits, {row['mature']} mature and {row['maturing']} maturing, rank {row['rank']} of "
+        f"{found['run']['contributors']}; {row['forfeited']} forfeited; {row['accepted']} accepted, "
         f"{row['rejected']} rejected{' (' + row['reasons'] + ')' if row['reasons'] else ''}",
     )
-    table = Table("submission", "step", "index", "state", "tokens", "credits", "trained", "reason", box=None)
+    table = Table("submission", "step", "index", "state", "tokens", "credits", "", "trained", "reason", box=None)
     for each in found["submissions"]:
         used = "" if each["used_in"] is None else f"step {each['used_in']}"
-        cells = (each["id"][:12], each["step"], each["index"], each["state"], each["tokens"], each["credits"], used)
+        what = (each["id"][:12], each["step"], each["index"], each["state"])
+        cells = (*what, each["tokens"], each["credits"], each["worth"], used)
         table.add_row(*map(str, cells), Text(printable(each["reason"])))
     console.print(table)
     _lines(console, *(f"note: {note}" for note in found["notes"]))
@@ -290,10 +297,12 @@ def _write_lines(path: Path, lines: Iterator[str]) -> None:
 
 
 def _contributors(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table("rank", "contributor", "standing", "credits", "accepted", "rejected", "why", box=None)
+    titles = ("rank", "contributor", "standing", "mature", "maturing", "forfeited", "accepted", "rejected", "why")
+    table = Table(*titles, box=None)
     for row in map(flat, rows):
         why = row["reason"] or row["reasons"]
-        cells = (row["rank"], row["peer_id"], row["standing"], row["credits"], row["accepted"], row["rejected"])
+        amounts = (row["mature"], row["maturing"], row["forfeited"])
+        cells = (row["rank"], row["peer_id"], row["standing"], *amounts, row["accepted"], row["rejected"])
         table.add_row(*map(str, cells), Text(printable(why)))
     return table
 

@@ -1,7 +1,7 @@
-"""Checking signatures of many entries, in processes of their own where there are cores for it.
+"""Checking signatures and proofs of work of many entries, in processes of their own where there are cores for it.
 
-One entry has up to three: its own, and in a verdict's draw those of the relay's receipt and of the head that drew.
-Heads are shared by many verdicts, so the last ones are remembered.
+One entry has up to three signatures: its own, and in a verdict's draw those of the relay's receipt and of the head that
+drew, or an invite's in an admission. Heads are shared by many verdicts, so the last ones are remembered.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from node.ledger.segments import Segment
 from protocol.envelope import Signed, open_envelope
 from protocol.errors import AuditError, LedgerError, ProtocolError
 from protocol.ledger import open_entry
-from protocol.records import Head, Receipt, Verdict
+from protocol.records import Admission, Head, Invite, Receipt, Verdict
+from protocol.work import work_holds
 
 CHUNK_ENTRIES: Final = 256
 CHUNKS_AHEAD: Final = 4
@@ -41,11 +42,23 @@ class Fault:
 
 @dataclass(frozen=True)
 class Checked:
-    """An entry whose signatures were looked at; `fault` is None if they all hold."""
+    """An entry whose signatures and proof of work were looked at; `fault` is None if they all hold.
+
+    `entry` is it opened, None if it cannot be.
+    """
 
     number: int
     data: bytes
+    entry: Signed[Any] | None
     fault: Fault | None
+
+
+@dataclass(frozen=True)
+class WorkAsked:
+    """The proof of work that a run asks of admissions."""
+
+    run_id: bytes
+    bits: int
 
 
 def fault_kind(error: ProtocolError) -> str:
@@ -56,18 +69,38 @@ def fault_kind(error: ProtocolError) -> str:
     return "".join(f"-{letter.lower()}" if letter.isupper() else letter for letter in name).removeprefix("-")
 
 
-def check_entry(data: bytes) -> Fault | None:
-    """Whether all signatures of an entry hold."""
+def examine(data: bytes, asked: WorkAsked) -> tuple[Signed[Any] | None, Fault | None]:
+    """An entry opened, as far as it can be, and what is wrong with its signatures and its proof of work."""
     try:
         entry: Signed[Any] = open_entry(data)
     except ProtocolError as error:
-        return Fault("entry", fault_kind(error), error.message)
+        return _opened(data), Fault("entry", fault_kind(error), error.message)
     if isinstance(entry.record, Verdict):
         try:
             _check_evidence(entry.record)
         except ProtocolError as error:
-            return Fault("evidence", fault_kind(error), f"in the draw of a verdict: {error.message}")
+            return entry, Fault("evidence", fault_kind(error), f"in the draw of a verdict: {error.message}")
+    if isinstance(entry.record, Admission):
+        return entry, _fault_of(entry, asked)
+    return entry, None
+
+
+def _fault_of(entry: Signed[Admission], asked: WorkAsked) -> Fault | None:
+    try:
+        if entry.record.invite:
+            open_envelope(entry.record.invite, Invite)
+    except ProtocolError as error:
+        return Fault("evidence", fault_kind(error), f"in the invite of an admission: {error.message}")
+    if not work_holds(entry.author, asked.run_id, entry.record.nonce, bits=asked.bits):
+        return Fault("entry", "work", f"an admission without the {asked.bits} bits of work that the run asks for")
     return None
+
+
+def _opened(data: bytes) -> Signed[Any] | None:
+    try:
+        return open_entry(data, signature_checked=True)
+    except ProtocolError:
+        return None
 
 
 def _check_evidence(verdict: Verdict) -> None:
@@ -82,20 +115,27 @@ def _check_head(data: bytes) -> None:
     open_envelope(data, Head)
 
 
-def _check_chunk(entries: Sequence[bytes]) -> list[tuple[int, Fault]]:
+def _check_chunk(entries: Sequence[bytes], asked: WorkAsked) -> list[tuple[int, Fault]]:
     """Those of a chunk that have a fault, by their place."""
-    return [(place, fault) for place, data in enumerate(entries) if (fault := check_entry(data)) is not None]
+    return [(place, fault) for place, data in enumerate(entries) if (fault := examine(data, asked)[1]) is not None]
 
 
 Chunk = tuple[int, Sequence[bytes]]
 """Number of the first entry, and the entries."""
 
 
-def checked_entries(segments: Iterable[Segment], *, processes: int) -> Iterator[Checked]:
+def checked_entries(segments: Iterable[Segment], *, asked: WorkAsked, processes: int) -> Iterator[Checked]:
     """All entries in order. Without `processes` they are checked here. Raises AuditError when one dies."""
     chunks = (chunk for segment in segments for chunk in _chunks(segment))
-    with _checking(processes) as check:
-        yield from _in_order(chunks, check, ahead=max(1, CHUNKS_AHEAD * processes))
+    if processes:
+        with _pool(processes) as pool:
+            yield from _in_order(
+                chunks, lambda entries: pool.submit(_check_chunk, entries, asked), ahead=CHUNKS_AHEAD * processes
+            )
+        return
+    for first, entries in chunks:
+        for place, data in enumerate(entries):
+            yield Checked(first + place, data, *examine(data, asked))
 
 
 def _chunks(segment: Segment) -> Iterator[Chunk]:
@@ -103,25 +143,16 @@ def _chunks(segment: Segment) -> Iterator[Chunk]:
         yield segment.first + start, segment.entries[start : start + CHUNK_ENTRIES]
 
 
-Check = Callable[[Sequence[bytes]], "Future[list[tuple[int, Fault]]]"]
-
-
 @contextmanager
-def _checking(processes: int) -> Iterator[Check]:
-    if not processes:
-        yield _check_here
-        return
+def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
     pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
     try:
-        yield lambda entries: pool.submit(_check_chunk, entries)
+        yield pool
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _check_here(entries: Sequence[bytes]) -> Future[list[tuple[int, Fault]]]:
-    done: Future[list[tuple[int, Fault]]] = Future()
-    done.set_result(_check_chunk(entries))
-    return done
+Check = Callable[[Sequence[bytes]], "Future[list[tuple[int, Fault]]]"]
 
 
 def _in_order(chunks: Iterator[Chunk], check: Check, *, ahead: int) -> Iterator[Checked]:
@@ -143,4 +174,4 @@ def _of_chunk(chunk: Chunk, found: Future[list[tuple[int, Fault]]]) -> Iterator[
         ) from error
     first, entries = chunk
     for place, data in enumerate(entries):
-        yield Checked(first + place, data, faults.get(place))
+        yield Checked(first + place, data, _opened(data), faults.get(place))

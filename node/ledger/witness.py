@@ -81,7 +81,7 @@ class ForkWitness:
         if held is None or held.record.ledger_length < start or held.record.ledger_length > ledger.state.length:
             return False
         between = ledger.ids(start, held.record.ledger_length)
-        return self.testify(held, head, base=ledger.state.tip_at(start), between=between) is not None
+        return self.testify(head, held, base=ledger.state.tip_at(start), between=between) is not None
 
     def testify(
         self, one: Signed[Head], other: Signed[Head], *, base: bytes | None = None, between: Sequence[bytes] = ()

@@ -39,7 +39,8 @@ from protocol.segments import SegmentInfo
 log = logging.getLogger(__name__)
 
 KEEP_FILE_STEPS: Final = 32
-"""Rollout files stay this many steps after their policy fell out of the window, for appeals and audits."""
+"""Rollout files stay this many steps after their policy fell out of the window, for audits; for appeals as long as
+credits mature, if that is longer."""
 MAX_FILE_BYTES: Final = 4 << 30
 
 
@@ -117,7 +118,7 @@ class RelayDesk:
         an origin notice first: a head is of no use while its checkpoint cannot be had.
         """
         with self._lock:
-            head = self._open_head(data, self._require_manifest())
+            head = self._open_head(data, self.require_manifest())
             if self.notice is None:
                 raise RefusedError(
                     "this relay has no origin notice yet", code="no-origin", hint="POST /v1/origin first"
@@ -136,7 +137,7 @@ class RelayDesk:
 
     def extend_ledger(self, entries: list[bytes], head: Signed[Head]) -> None:
         """Take in the entries that lead from the mirror's end to a head's tip. Raises ProtocolError otherwise."""
-        self._require_manifest()
+        self.require_manifest()
         if self.ledger is not None:
             self.ledger.extend(entries, length=head.record.ledger_length, tip=head.record.ledger_tip)
         self.ledger_extended()
@@ -165,16 +166,17 @@ class RelayDesk:
         """Judge a submission by its record, before a byte of its file is read.
 
         Returns the receipt it has if it is stored already. Raises WrongRunError, ClockError, or RefusedError:
-        evicted, finished, over-cap, too-large, stale-step, future-step, duplicate-index.
+        evicted, finished, not-admitted, over-cap, too-large, stale-step, future-step, duplicate-index.
         """
-        manifest, head = self._require_manifest(), self._require_head()
+        manifest, head = self.require_manifest(), self._require_head()
         record = submission.record
-        _require_run(record.run_id, manifest, Submission.KIND)
+        require_run(record.run_id, manifest, Submission.KIND)
         receipt = self._store.receipt(submission.id)
         if receipt is not None:
             return receipt
         self._refuse_closed(submission.author, head.record)
-        self._check_clock(record.issued_at_ms, Submission.KIND, submission.author)
+        self._refuse_unadmitted(submission.author)
+        self.check_clock(record.issued_at_ms, Submission.KIND, submission.author)
         _check_bounds(record, manifest.record)
         _check_window(record, head.record)
         if self._store.index_taken(submission.author, record.step, record.index):
@@ -188,7 +190,8 @@ class RelayDesk:
             raise RefusedError(
                 f"{peer.short} is evicted from this run: {reason}",
                 code="evicted",
-                hint="`intellect-node audit` shows the verdict that led to it",
+                hint="`intellect-node verdict show last` has what was measured; an honest node appeals:"
+                " intellect-node appeal SUBMISSION",
             )
 
     def make_receipt(self, submission: Signed[Submission]) -> bytes:
@@ -207,10 +210,10 @@ class RelayDesk:
 
     def accept_verdict(self, data: bytes) -> None:
         """Store a validator's verdict; the same one again is fine."""
-        manifest = self._require_manifest()
+        manifest = self.require_manifest()
         verdict = open_envelope(data, Verdict).require_author(*manifest.record.validator_ids)
-        _require_run(verdict.record.run_id, manifest, Verdict.KIND)
-        self._check_clock(verdict.record.issued_at_ms, Verdict.KIND, verdict.author)
+        require_run(verdict.record.run_id, manifest, Verdict.KIND)
+        self.check_clock(verdict.record.issued_at_ms, Verdict.KIND, verdict.author)
         self._store.add_verdict(verdict)
         self._changed()
 
@@ -239,7 +242,9 @@ class RelayDesk:
             ) from error
 
     def _take_manifest(self, manifest: Signed[Manifest]) -> None:
-        self.ledger = LedgerLog(self._ledger_path, LedgerState(manifest.id, manifest.record), mends=True)
+        self.ledger = LedgerLog(
+            self._ledger_path, LedgerState(manifest.id, manifest.record, operator=manifest.author), mends=True
+        )
         self.witness = ForkWitness(
             manifest, self._ledger_path.with_name(FORKS), keep_head=self._ledger_path / HEAD_FILE
         )
@@ -258,18 +263,18 @@ class RelayDesk:
 
     def _open_notice(self, data: bytes, manifest: Signed[Manifest]) -> Signed[OriginNotice]:
         notice = open_envelope(data, OriginNotice).require_author(manifest.record.trainer_id)
-        _require_run(notice.record.run_id, manifest, OriginNotice.KIND)
+        require_run(notice.record.run_id, manifest, OriginNotice.KIND)
         if notice.record.relay != self.peer_id.public_key:
             raise WrongAuthorError(f"this origin notice is for {PeerId(notice.record.relay).short}, not for this relay")
-        self._check_clock(notice.record.issued_at_ms, OriginNotice.KIND, notice.author)
+        self.check_clock(notice.record.issued_at_ms, OriginNotice.KIND, notice.author)
         if self.notice is not None and notice.record.issued_at_ms < self.notice.record.issued_at_ms:
             raise StaleRecordError("this origin notice is older than the one this relay has")
         return notice
 
     def _open_head(self, data: bytes, manifest: Signed[Manifest]) -> Signed[Head]:
         head = open_envelope(data, Head).require_author(manifest.record.trainer_id)
-        _require_run(head.record.run_id, manifest, Head.KIND)
-        self._check_clock(head.record.issued_at_ms, Head.KIND, head.author)
+        require_run(head.record.run_id, manifest, Head.KIND)
+        self.check_clock(head.record.issued_at_ms, Head.KIND, head.author)
         return head
 
     def _refuse_fork(self, head: Signed[Head]) -> None:
@@ -292,11 +297,16 @@ class RelayDesk:
     def _keep_head(self, head: Signed[Head]) -> None:
         self._store.set_document("head", head.data)
         if self.head is None or head.record.step != self.head.record.step:
-            pruned = self._store.prune(head.record.oldest_checkpoint_step - KEEP_FILE_STEPS)
+            pruned = self._store.prune(head.record.oldest_checkpoint_step - self._kept_steps())
             log.info("head sequence=%d step=%d pruned=%d", head.record.sequence, head.record.step, pruned)
         self.head = head
 
-    def _require_manifest(self) -> Signed[Manifest]:
+    def _kept_steps(self) -> int:
+        window = 0 if self.manifest is None else self.manifest.record.credits.maturity_steps
+        return max(KEEP_FILE_STEPS, window)
+
+    def require_manifest(self) -> Signed[Manifest]:
+        """Raises RefusedError `no-manifest` before it is known."""
         if self.manifest is None:
             raise RefusedError(
                 f"this relay does not know the run {self.run} yet",
@@ -319,7 +329,21 @@ class RelayDesk:
         if head.finished:
             raise RefusedError("the run is finished", code="finished", hint="nothing to do: stop the node")
 
-    def _check_clock(self, issued_at_ms: int, kind: str, author: PeerId) -> None:
+    def now_ms(self) -> int:
+        """This relay's time."""
+        return self._clock()
+
+    def _refuse_unadmitted(self, author: PeerId) -> None:
+        if self.ledger is not None and not self.ledger.state.admitted(author):
+            raise RefusedError(
+                f"{author.short} is not admitted to this run, by the ledger that this relay has",
+                code="not-admitted",
+                hint="a node asks for it when it starts, and the trainer writes it down within seconds; its status says"
+                " what is missing",
+            )
+
+    def check_clock(self, issued_at_ms: int, kind: str, author: PeerId) -> None:
+        """Raises ClockError for what is dated in the future."""
         ahead_s = (issued_at_ms - self._clock()) / 1000
         if ahead_s > MAX_CLOCK_SKEW_S:
             raise ClockError(
@@ -342,7 +366,8 @@ def max_file_bytes(manifest: Manifest) -> int:
     return min(MAX_FILE_BYTES, manifest.rollouts_per_submission * each * 5 // 4 + slack)
 
 
-def _require_run(run_id: bytes, manifest: Signed[Manifest], kind: str) -> None:
+def require_run(run_id: bytes, manifest: Signed[Manifest], kind: str) -> None:
+    """Raises WrongRunError for a record of another run."""
     if run_id != manifest.id:
         raise WrongRunError(
             f"a {kind} of the run {run_id.hex()[:12]}; this relay serves {manifest.id.hex()[:12]}",

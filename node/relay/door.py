@@ -27,7 +27,7 @@ from p2p.tokens import TokenMint
 from protocol.envelope import open_envelope
 from protocol.errors import MalformedError, RefusedError
 from protocol.identity import PeerId
-from protocol.records import Hello
+from protocol.records import Hello, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,11 @@ BUDGET: Final = "traffic"
 """Document of the store: day and bytes, so that a relay that starts again today goes on with today's budget."""
 HELLO_COST: Final = 5
 """A hello's signature costs as much as several requests."""
+ADMISSION: Final = "/v1/admissions"
+ADMISSION_COST: Final = 20
+"""A proof of work takes tens of milliseconds to check."""
+EVICTED_RATE: Final = Rate(1.0, 20.0)
+"""Requests of one evicted key, which may ask for its verdicts and standing, and appeal."""
 MAX_HELLO_BYTES: Final = 4096
 HELLO_TIMEOUT_S: Final = 5.0
 REQUEST_BURST_S: Final = 5.0
@@ -47,6 +52,8 @@ _BULK: Final = frozenset(
     {("checkpoints", "shards"), ("checkpoints", "packed"), ("checkpoints", "patches"), ("submissions", "file")}
 )
 _LEDGER_SEGMENT: Final = ["v1", "ledger", "segments"]
+_COSTS: Final = {HELLO: HELLO_COST, ADMISSION: ADMISSION_COST}
+"""In requests; all others are one."""
 _PEER: Final = web.RequestKey("peer", PeerId)
 
 
@@ -99,6 +106,7 @@ class Door:
         self._relays = _Rates.of(limits.relay_requests_per_s, limits.relay_bytes_per_s)
         self._relays_until_ms: dict[PeerId, int] = {}
         self._uploads = Buckets(Rate.with_burst(limits.upload_bytes_per_s, BYTES_BURST_S))
+        self._evicted = Buckets(EVICTED_RATE)
         self._address_requests = Buckets(Rate.with_burst(limits.address_requests_per_s, REQUEST_BURST_S))
         self._address_bytes = Buckets(Rate.with_burst(limits.address_bytes_per_s, BYTES_BURST_S))
         self.budget = DailyBudget(limits.bytes_per_day)
@@ -149,14 +157,15 @@ class Door:
 
     def _check(self, request: web.Request) -> None:
         address = address_key(request)
-        cost = HELLO_COST if request.path == HELLO else 1
+        cost = _COSTS.get(request.path, 1)
         self._take("requests from this address", self._address_requests, address, cost)
         if request.path in OPEN:
             return
         peer = self._mint.holder(request.headers.get("Authorization", ""))
-        self._refuse(peer)
+        self._refuse_unlisted(peer)
+        self._check_evicted(peer, request)
         if not self._is_staff(peer):
-            self._take("requests", self._rates_of(peer).requests, peer, 1)
+            self._take("requests", self._rates_of(peer).requests, peer, cost)
         if is_bulk(request.path):
             self._check_bulk(peer, address)
         request[_PEER] = peer
@@ -174,9 +183,14 @@ class Door:
         if not self._is_staff(peer):
             self._require("bytes", self._rates_of(peer).bytes.wait_s(peer))
 
-    def _refuse(self, peer: PeerId) -> None:
-        """Turn away who is out for good, or was never let in."""
-        self._desk.refuse_evicted(peer)
+    def _check_evicted(self, peer: PeerId, request: web.Request) -> None:
+        """Who is evicted may ask why, and appeal; at a rate, and nothing else."""
+        if peer in self._desk.evicted:
+            if not asks_why(request, peer):
+                self._desk.refuse_evicted(peer)
+            self._take("requests of an evicted node", self._evicted, peer, 1)
+
+    def _refuse_unlisted(self, peer: PeerId) -> None:
         if self._allow and peer not in self._allow and not self._is_staff(peer):
             raise RefusedError(
                 f"{peer.short} is not on this relay's list",
@@ -215,10 +229,10 @@ class Door:
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise MalformedError(f"neither a key nor a hello: {str(error)[:100]}") from error
         if not said.hello:
-            self._refuse(PeerId(said.key))
+            self._refuse_unlisted(PeerId(said.key))
             return msgpack_response({"nonce": self._mint.challenge(said.key)})
         peer = self._mint.check_hello(open_envelope(said.hello, Hello))
-        self._refuse(peer)
+        self._refuse_unlisted(peer)
         return msgpack_response({"token": self._mint.token(peer), "valid_s": self._mint.token_s})
 
 
@@ -231,6 +245,15 @@ def is_bulk(path: str) -> bool:
     """Whether a request is for contents of checkpoints, submissions or the ledger: what a daily budget is for."""
     _, *parts = path.split("/")
     return len(parts) >= 4 and ((parts[1], parts[3]) in _BULK or parts[:3] == _LEDGER_SEGMENT)
+
+
+def asks_why(request: web.Request, peer: PeerId) -> bool:
+    """Whether a request is one of those that an evicted key may make: its own verdicts and standing, and an appeal."""
+    if request.path in ("/v1/standing", "/v1/appeals"):
+        return True
+    query = request.query
+    own = query.get("about", "").lower() == peer.public_key.hex()
+    return request.path == "/v1/feed" and own and query.get("kinds") == Verdict.KIND
 
 
 def address_key(request: web.Request) -> str:

@@ -11,16 +11,19 @@ import logging
 import resource
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Protocol
 
 import trio
 
 from node.clock import now_ms
+from node.heartbeats import Pulse, beat_at_home
 from node.relay.desk import RelayDesk
 from node.relay.door import NO_LIMITS, DoorLimits
 from node.relay.mirror import LedgerMirror, origin_contact
 from node.relay.service import RelayService
 from node.relay.store import RelayStore
+from node.run_link import join_line
 from node.status import StatusBoard
 from node.version import SOFTWARE
 from p2p.bridge import AioThread
@@ -98,6 +101,8 @@ class RelayParts:
     public_url: str = ""
     limits: DoorLimits = NO_LIMITS
     connections_per_address: int = CONNECTIONS_PER_ADDRESS
+    data_dir: Path | None = None
+    """Where its instance lies; without one it has no heartbeat."""
     stay: bool = False
     finish_grace_s: float = FINISH_GRACE_S
 
@@ -115,6 +120,7 @@ class RelayRole:
         self._notice_id: bytes | None = None
         self._url = ""
         self._leaving = False
+        self._made_pulse: Pulse | None = None
 
     async def run(self, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve; the task status gives the URL. Raises PortError."""
@@ -123,10 +129,10 @@ class RelayRole:
             address = await nursery.start(self._server().run)
             self._url = self._p.public_url.rstrip("/") or public_url(address, self._p.discovery.multiaddrs)
             log.info("relay run=%s url=%s", self._p.run, self._url)
-            for address in self._p.discovery.multiaddrs:
-                log.info("others join with --bootstrap %s", address, extra={"whole_peer_ids": True})
+            self._p.board.details(join=join_line(self._p.run, self._p.discovery.multiaddrs))
             for task in (self._puller.run, self._mirror.run, self._follow_loop, self._show_loop, self._budget_loop):
                 nursery.start_soon(task)
+            nursery.start_soon(beat_at_home, self._pulse, self._service.membership.hearts.hear)
             nursery.start_soon(self._find_manifest)
             nursery.start_soon(self._find_others)
             nursery.start_soon(self._p.discovery.publish_advert, self._advert)
@@ -140,6 +146,14 @@ class RelayRole:
         self._p.board.state("stopping", "everything that was handed in is on disk")
         with trio.move_on_after(deadline_s):
             await trio.lowlevel.checkpoint()
+
+    def _pulse(self) -> Pulse | None:
+        desk = self._p.desk
+        if self._made_pulse is None and desk.manifest is not None and self._p.data_dir is not None:
+            self._made_pulse = Pulse(
+                self._p.identity, desk.manifest.id, self._p.board, role="relay", data_dir=self._p.data_dir
+            )
+        return self._made_pulse
 
     def _server(self) -> HttpServer:
         _raise_file_limit()
@@ -282,6 +296,7 @@ class RelayRole:
             file_bytes=stats.file_bytes,
             ledger_length=desk.ledger.state.length if desk.ledger else 0,
             evicted=len(desk.evicted),
+            active_nodes=self._service.membership.hearts.active_count(),
             bytes_in=self._service.traffic.bytes_in,
             bytes_out=self._service.traffic.bytes_out,
             **vars(self._patch_client.savings),

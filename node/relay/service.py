@@ -23,6 +23,7 @@ from aiohttp import web
 
 from node.relay.desk import RelayDesk
 from node.relay.door import NO_LIMITS, Door, DoorLimits
+from node.relay.membership import MembershipRoutes
 from node.relay.store import RelayStore
 from node.version import SOFTWARE
 from p2p.bridge import AioThread
@@ -33,7 +34,7 @@ from protocol.constants import PROTOCOL_VERSION
 from protocol.envelope import Signed, open_envelope
 from protocol.errors import MalformedError, RefusedError
 from protocol.identity import PeerId
-from protocol.records import Submission, Verdict
+from protocol.records import Admission, Appeal, Submission, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,9 @@ MIN_UPLOAD_BYTES_PER_S: Final = 16 << 10
 """Slower uploads are cut off: a slot must not be held for nothing."""
 PROGRESS_TIMEOUT_S: Final = 15.0
 
-FEED_KINDS: Final = (Submission.KIND, Verdict.KIND)
+FEED_KINDS: Final = (Submission.KIND, Verdict.KIND, Admission.KIND, Appeal.KIND)
+JUDGING_KINDS: Final = FEED_KINDS[:2]
+"""What the feed has unless more is asked for."""
 
 T = TypeVar("T")
 
@@ -67,6 +70,7 @@ class RelayService:
 
     def __init__(self, aio: AioThread, desk: RelayDesk, store: RelayStore, limits: DoorLimits = NO_LIMITS) -> None:
         self.door = Door(desk, store, limits)
+        self.membership = MembershipRoutes(desk, store, self.door.peer)
         self._desk = desk
         self._store = store
         self._bell = _Bell()
@@ -78,6 +82,7 @@ class RelayService:
     def routes(self) -> list[web.RouteDef]:
         return [
             *self.door.routes(),
+            *self.membership.routes(),
             web.get("/v1/info", self._info),
             web.get("/v1/manifest", self._manifest),
             web.get("/v1/head", self._head),
@@ -190,7 +195,7 @@ class RelayService:
 
         async def news() -> list[tuple[int, str, bytes, bytes]] | None:
             nonlocal looked_at
-            last = self._store.last_seq
+            last = self._store.newest(about)
             if last <= looked_at:  # the bell rang for something else; a look at the disk a poll would add up
                 return None
             looked_at = last
@@ -274,8 +279,8 @@ def _record_header(request: web.Request) -> bytes:
 
 
 def _kinds(request: web.Request) -> list[str]:
-    kinds = request.query.get("kinds", ",".join(FEED_KINDS)).split(",")[: len(FEED_KINDS) + 1]
+    kinds = request.query.get("kinds", ",".join(JUDGING_KINDS)).split(",")[: len(FEED_KINDS) + 1]
     unknown = [kind for kind in kinds if kind not in FEED_KINDS]
     if unknown:
-        raise MalformedError(f"the feed has {' and '.join(FEED_KINDS)}, no {unknown[0][:40]!r}")
+        raise MalformedError(f"the feed has {', '.join(FEED_KINDS)}, and no {unknown[0][:40]!r}")
     return kinds

@@ -24,7 +24,7 @@ from protocol.atomic import sync_directory
 from protocol.envelope import Signed
 from protocol.errors import ChecksumError, DataDirError, RefusedError
 from protocol.identity import PeerId
-from protocol.records import Submission, Verdict
+from protocol.records import Admission, Appeal, Submission, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,8 @@ MAX_FEED_ITEMS: Final = 500
 MAX_FEED_BYTES: Final = 4 << 20
 ROW_BYTES: Final = 4096
 """What one feed row is charged against the quota, so that tiny submissions cannot fill a disk for free."""
+MAX_PETITIONS_EACH: Final = 64
+"""Admissions, or appeals, of one author: an admission is asked for again only after another was refused."""
 FREE_DISK_BYTES: Final = 64 << 20
 """Left free on the file system for the database, checkpoints and the ledger."""
 
@@ -51,6 +53,7 @@ CREATE TABLE IF NOT EXISTS feed (
 );
 CREATE UNIQUE INDEX IF NOT EXISTS one_index ON feed (author, step, idx) WHERE kind = 'submission';
 CREATE UNIQUE INDEX IF NOT EXISTS one_verdict ON feed (author, subject) WHERE kind = 'verdict';
+CREATE UNIQUE INDEX IF NOT EXISTS one_appeal ON feed (author, subject) WHERE kind = 'appeal';
 CREATE INDEX IF NOT EXISTS by_kind ON feed (kind, seq);
 CREATE INDEX IF NOT EXISTS by_about ON feed (about, seq);
 CREATE INDEX IF NOT EXISTS with_file ON feed (step) WHERE file_bytes > 0;
@@ -95,7 +98,8 @@ class RelayStore:
             self._db = sqlite3.connect(directory / "relay.sqlite", isolation_level=None, check_same_thread=False)
             self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;" + _SCHEMA)
             self._sweep()
-            self._submissions, self._verdicts, self.last_seq = self._count()
+            self._submissions, self._verdicts, self._petitions, self.last_seq = self._count()
+            self._last_about = self._newest_by_subject()
 
     def close(self) -> None:
         with self._lock:
@@ -176,17 +180,19 @@ class RelayStore:
     def add_verdict(self, verdict: Signed[Verdict]) -> None:
         """Store a verdict; the same one again changes nothing.
 
-        Raises RefusedError `already-judged` if its author has said something else about that submission.
+        Raises RefusedError `already-judged` if its author has said something else about that submission, or in answer
+        to that appeal: an answer is another judgement than the one that may have come too late to count.
         """
         record, author = verdict.record, verdict.author.public_key
-        values = (verdict.id, author, record.contributor, record.step, record.submission, verdict.data)
+        subject = record.appeal or record.submission
+        values = (verdict.id, author, record.contributor, record.step, subject, verdict.data)
         query = (
             "INSERT INTO feed (kind, id, author, about, step, subject, envelope, receipt)"
             " VALUES ('verdict', ?, ?, ?, ?, ?, ?, x'')"
         )
         try:
             with self._lock, self._errors():
-                self.last_seq = self._db.execute(query, values).lastrowid or self.last_seq
+                self._note(self._db.execute(query, values).lastrowid, record.contributor)
                 with self._count_lock:
                     self._verdicts += 1
         except sqlite3.IntegrityError as error:
@@ -198,6 +204,50 @@ class RelayStore:
                 hint="nothing to do: a validator's first verdict on a submission is the one that counts",
             ) from error
 
+    def has(self, record_id: bytes) -> bool:
+        """Whether the feed has a record."""
+        return self._one("SELECT 1 FROM feed WHERE id = ?", record_id) is not None
+
+    def add_petition(self, petition: Signed[Admission] | Signed[Appeal], *, subject: bytes) -> None:
+        """Store an admission, or an appeal against the verdict `subject`; the same one again changes nothing.
+
+        Raises RefusedError `disk-full`, `appeal-duplicate-appeal`, or `too-many-petitions` of one author.
+        """
+        kind, author = petition.record.KIND, petition.author.public_key
+        (count,) = self._one("SELECT COUNT(*) FROM feed WHERE author = ? AND kind = ?", author, kind) or (0,)
+        if int(count) >= MAX_PETITIONS_EACH:
+            raise RefusedError(
+                f"{petition.author.short} has handed in {MAX_PETITIONS_EACH} records of the kind {kind!r} here",
+                code="too-many-petitions",
+                hint="hand it in at another relay",
+            )
+        query = (
+            "INSERT INTO feed (kind, id, author, about, step, subject, envelope, receipt)"
+            " VALUES (?, ?, ?, ?, 0, ?, ?, x'')"
+        )
+        self._require_row()
+        try:
+            with self._lock, self._errors():
+                inserted = self._db.execute(query, (kind, petition.id, author, author, subject, petition.data))
+                self._note(inserted.lastrowid, author)
+                with self._count_lock:
+                    self._petitions += 1
+        except sqlite3.IntegrityError as error:
+            if not self.has(petition.id):
+                raise RefusedError(
+                    "this verdict was appealed against before", code="appeal-duplicate-appeal", hint="once is all"
+                ) from error
+
+    def _require_row(self) -> None:
+        with self._errors():
+            free = shutil.disk_usage(self._directory).free - FREE_DISK_BYTES
+        with self._count_lock:
+            if min(self._quota.total - self._used(), free) - self._reserved.total < ROW_BYTES:
+                raise _disk_full("this relay has no room for another record")
+
+    def _used(self) -> int:
+        return self._stored.total + (self._submissions + self._verdicts + self._petitions) * ROW_BYTES
+
     def feed(self, after: int, *, kinds: Sequence[str], about: bytes | None = None, limit: int = 200) -> list[FeedRow]:
         """Items with a sequence above `after`, in order; fewer than `limit` where they are large."""
         query = f"SELECT seq, kind, envelope, receipt FROM feed WHERE seq > ? AND kind IN ({_marks(kinds)})"
@@ -208,6 +258,10 @@ class RelayStore:
         values.append(max(1, min(limit, MAX_FEED_ITEMS)))
         with self._lock, self._errors():
             return _bounded(self._db.execute(query + " ORDER BY seq LIMIT ?", values))
+
+    def newest(self, about: bytes | None = None) -> int:
+        """The last sequence in the feed, or of what it has about one contributor; from memory."""
+        return self.last_seq if about is None else self._last_about.get(about, 0)
 
     def stats(self) -> StoreStats:
         with self._count_lock:
@@ -237,7 +291,7 @@ class RelayStore:
                 " VALUES ('submission', ?, ?, ?, ?, ?, x'', ?, ?, ?)",
                 (submission.id, author, author, record.step, record.index, record.size, submission.data, receipt),
             )
-            self.last_seq = inserted.lastrowid or self.last_seq
+            self._note(inserted.lastrowid, author)
             with self._count_lock:
                 self._submissions += 1
                 self._stored.add(author, record.step, record.size)
@@ -247,8 +301,7 @@ class RelayStore:
         with self._errors():
             free = shutil.disk_usage(self._directory).free - FREE_DISK_BYTES
         with self._count_lock:
-            used = self._stored.total + (self._submissions + self._verdicts) * ROW_BYTES
-            if size + ROW_BYTES > min(self._quota.total - used, free) - self._reserved.total:
+            if size + ROW_BYTES > min(self._quota.total - self._used(), free) - self._reserved.total:
                 raise _disk_full(f"this relay has no room for {size} bytes")
             refuse_share(self._quota, author, step, size, self._stored, self._reserved)
             self._reserved.add(author.public_key, step, size)
@@ -268,14 +321,24 @@ class RelayStore:
             log.warning("relay store file=%s lost: its record stays", lost[:12])
             self._db.execute("UPDATE feed SET file_bytes = 0 WHERE id = ?", (bytes.fromhex(lost),))
 
-    def _count(self) -> tuple[int, int, int]:
-        """Submissions, verdicts and the last sequence; takes the files' sizes in."""
+    def _note(self, seq: int | None, about: bytes) -> None:
+        """A row is in: who waits for such a one need not look at the disk to know."""
+        if seq:
+            self.last_seq = self._last_about[bytes(about)] = seq
+
+    def _newest_by_subject(self) -> dict[bytes, int]:
+        """As many as the feed has contributors, whose rows are on the disk many times over."""
+        return {bytes(about): seq for about, seq in self._db.execute("SELECT about, MAX(seq) FROM feed GROUP BY about")}
+
+    def _count(self) -> tuple[int, int, int, int]:
+        """Submissions, verdicts, petitions and the last sequence; takes the files' sizes in."""
         query = "SELECT author, step, SUM(file_bytes) FROM feed WHERE file_bytes > 0 GROUP BY author, step"
         for author, step, size in self._db.execute(query):
             self._stored.add(bytes(author), step, size)
-        query = "SELECT SUM(kind = 'submission'), SUM(kind = 'verdict'), MAX(seq) FROM feed"
-        submissions, verdicts, last_seq = self._db.execute(query).fetchone()
-        return submissions or 0, verdicts or 0, last_seq or 0
+        query = "SELECT SUM(kind = 'submission'), SUM(kind = 'verdict'), COUNT(*), MAX(seq) FROM feed"
+        submissions, verdicts, rows, last_seq = self._db.execute(query).fetchone()
+        submissions, verdicts = submissions or 0, verdicts or 0
+        return submissions, verdicts, rows - submissions - verdicts, last_seq or 0
 
     def _one(self, query: str, *values: object) -> tuple[bytes, ...] | None:
         with self._lock, self._errors():

@@ -1,7 +1,8 @@
 """From relays' feeds to the ledger: submissions, verdicts and files, in an order that the ledger takes.
 
-A submission enters the ledger together with the verdict that settles it, after its file is on disk: whatever the
-ledger calls accepted can be trained on after any crash. Submissions of one contributor and step enter by index.
+A submission enters the ledger together with a verdict, after its file is on disk: whatever the ledger calls accepted
+can be trained on after any crash. Submissions of one contributor and step enter by index. Admissions and appeals come
+the same way and are node.trainer.petitions' business.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import trio
 
@@ -18,10 +20,11 @@ from node.clock import now_ms
 from node.feeds import Feeds
 from node.ledger.log import LedgerLog
 from node.relay_client import FeedItem, RelayClient
+from node.trainer.petitions import Petitions
 from protocol.envelope import Signed, seal
 from protocol.errors import LedgerError, ProtocolError, RelayError
 from protocol.identity import Identity, PeerId
-from protocol.records import Eviction, Submission, Verdict
+from protocol.records import Admission, Appeal, Eviction, Submission, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +51,7 @@ class Collector:
         self._ledger = ledger
         self._feeds = feeds
         self._rollout_dir = rollout_dir
+        self._petitions = Petitions(identity, ledger)
         self._cases: dict[bytes, _Case] = {}
         self._changed = trio.Event()
         self.on_verdict: Callable[[Signed[Verdict]], None] = lambda verdict: None
@@ -73,7 +77,11 @@ class Collector:
         evicted = self._ledger.state.evicted
         waiting = [case.submission for case in self._cases.values() if not case.verdicts and case.seen_at > recent]
         return sum(
-            one is not None and one.record.checkpoint_step >= oldest and one.author not in evicted for one in waiting
+            one is not None
+            and one.record.checkpoint_step >= oldest
+            and one.author not in evicted
+            and self._ledger.state.admitted(one.author)
+            for one in waiting
         )
 
     def has_all(self) -> bool:
@@ -81,7 +89,18 @@ class Collector:
 
         However old its policy: what is accepted too late for any batch is credited as well.
         """
-        return not self._feeds.silent and not any(self._unsettled(key, case) for key, case in self._cases.items())
+        if self._feeds.silent or self._ledger.state.open_appeals():
+            return False
+        return not any(self._unsettled(key, case) for key, case in self._cases.items())
+
+    def say_what_is_missing(self) -> None:
+        """Log what `has_all` waits for."""
+        waiting = [key.hex()[:12] for key, case in self._cases.items() if self._unsettled(key, case)]
+        log.warning(
+            "last verdicts missing silent_relays=%s open_appeals=%d submissions=%d first=%s",
+            *([peer.short for peer in self._feeds.silent], len(self._ledger.state.open_appeals())),
+            *(len(waiting), waiting[:3]),
+        )
 
     def drop_stale(self, step: int) -> int:
         """Delete files that no batch from `step` on may use; the number of accepted rollouts that went that way."""
@@ -97,6 +116,10 @@ class Collector:
 
     async def _take(self, client: RelayClient, item: FeedItem) -> None:
         signed = item.signed
+        if isinstance(signed.record, Admission | Appeal) or (
+            isinstance(signed.record, Verdict) and signed.record.appeal
+        ):
+            return await self._petition(signed)
         key = signed.record.submission if isinstance(signed.record, Verdict) else signed.id
         if self._settled(key):
             return
@@ -109,13 +132,25 @@ class Collector:
             self._notify()
         await self._settle(key, case)
 
+    async def _petition(self, entry: Signed[Any]) -> None:
+        for verdict in await self._petitions.take(entry):
+            self.on_verdict(verdict)
+        self._notify()
+        if isinstance(entry.record, Admission):
+            for key, case in list(self._cases.items()):
+                if case.submission is not None and case.submission.author == entry.author:
+                    await self._settle(key, case)
+
     def _unsettled(self, key: bytes, case: _Case) -> bool:
         """Whether a verdict about a submission, or its place in the ledger, is still to be expected."""
         state = self._ledger.state
         known = state.submissions.get(key)
         if time.monotonic() - case.seen_at > PENDING_S or (known is not None and known.state != "pending"):
             return False
-        return case.submission is None or case.submission.author not in state.evicted
+        authors = {PeerId(verdict.record.contributor) for verdict in case.verdicts.values()}
+        if case.submission is not None:
+            authors = {case.submission.author}
+        return any(author not in state.evicted and state.admitted(author) for author in authors)
 
     def _settled(self, key: bytes) -> bool:
         known = self._ledger.state.submissions.get(key)
@@ -141,8 +176,8 @@ class Collector:
             return False
         if key in state.submissions:
             return bool(case.verdicts.keys() - state.submissions[key].verdicts.keys())
-        record = case.submission.record
-        return record.index == state.next_index(case.submission.author, record.step)
+        record, author = case.submission.record, case.submission.author
+        return state.admitted(author) and record.index == state.next_index(author, record.step)
 
     def _following(self, submission: Signed[Submission] | None) -> tuple[bytes, _Case] | None:
         if submission is None:
@@ -176,16 +211,22 @@ class Collector:
             return
         known = self._ledger.state.submissions.get(key)
         fresh = [one for author, one in case.verdicts.items() if known is None or author not in known.verdicts]
-        entries = [verdict.data for verdict in fresh]
-        try:
-            self._ledger.append(entries if known else [case.submission.data, *entries])
-        except LedgerError as error:
-            log.warning("ledger contributor=%s rule=%s %s", case.submission.author.short, error.rule, error.message)
-            self._cases.pop(key, None)
+        before = [] if known else [case.submission.data]
         for verdict in fresh:
-            self.on_verdict(verdict)
-            self._evict_if_due(verdict)
+            if self._settled(key):
+                break  # whoever has not judged it in the ledger may still answer an appeal
+            self._append_verdict(key, case.submission.author, before, verdict)
+            before = []
         self._notify()
+
+    def _append_verdict(self, key: bytes, author: PeerId, before: list[bytes], verdict: Signed[Verdict]) -> None:
+        try:
+            self._ledger.append([*before, verdict.data])
+        except LedgerError as error:
+            log.warning("ledger contributor=%s rule=%s %s", author.short, error.rule, error.message)
+            self._cases.pop(key, None)
+        self.on_verdict(verdict)
+        self._evict_if_due(verdict)
 
     def _notify(self) -> None:
         self._changed.set()

@@ -21,11 +21,11 @@ import torch
 from node.compute.serve import serve
 from node.trainer.team import Team, become_torchrun, follow, join_torchrun, started_by_torchrun
 from protocol.errors import ModelError
-from trainer.checkpoint import Checkpoints, Saved
-from trainer.optimiser import optimiser_tensors
+from trainer.checkpoint import Checkpoints, Saved, gather_for_save
 from trainer.parallel import ALONE, World, join_world, own_device
 from trainer.policy import Policy, load_policy
 from trainer.recipe import Recipe, load_recipe, recipe_path
+from trainer.state_dir import checked_elsewhere
 from trainer.step import TrainStep
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class TrainerCompute:
         follow(self._team.world, {"load": self._load_with_others, "run": self._run_with_others, "save": self._gather})
 
     def _load_with_others(self, step: int) -> None:
-        saved = self._checkpoints.find(step)
+        saved = checked_elsewhere(self._checkpoints.state_dir, step)
         if saved is None:
             raise ModelError(f"checkpoint {step} is not where this process looks: all of them need the same disk")
         self._load(saved)
@@ -104,8 +104,7 @@ class TrainerCompute:
 
     def _gather(self) -> None:
         if self._loaded is not None:
-            self._loaded.train_step.policy.tensors()
-            optimiser_tensors(self._loaded.train_step.optimiser)
+            gather_for_save(self._loaded.train_step.policy, self._loaded.train_step.optimiser)
 
     def _run(self, loaded: _Loaded, step: int, rollouts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         self._team.tell("run", step=step, rollouts=rollouts)
@@ -129,7 +128,7 @@ class TrainerCompute:
         return self._load(saved)
 
     def _load(self, saved: Saved) -> _Loaded:
-        world = self._team.world
+        world, self._loaded = self._team.world, None  # two policies may not fit
         if self.is_first:
             self._team.tell("load", step=saved.step)
         policy, optimiser = self._checkpoints.restore(
@@ -139,14 +138,14 @@ class TrainerCompute:
             device=self._device,
             world=world,
         )
-        train_step = TrainStep(policy, optimiser, self._recipe, reference=self._reference(), world=world)
+        train_step = TrainStep(policy, optimiser, self._recipe, reference=self._reference())
         self._loaded = _Loaded(saved, train_step)
         return self._loaded
 
     def _reference(self) -> Policy | None:
         if not self._recipe.loss.kl_coefficient:
             return None
-        return load_policy(self._policy_dir, device=self._device, settings=self._recipe.policy)
+        return load_policy(self._policy_dir, device=self._device, settings=self._recipe.policy, world=self._team.world)
 
 
 def main() -> None:

@@ -42,7 +42,14 @@ class EvaluationWorker:
         tokenizer = Tokenizer(Path(policy_dir))
         self._engine.load(Path(policy_dir))
         work = run_work(run, tokenizer, how, seed=evaluation_seed(run_id))
-        found = evaluate(self._engine, tokenizer, work, run_sampling(run, how), pass_at=how.pass_at)
+        found = evaluate(
+            self._engine,
+            tokenizer,
+            work,
+            run_sampling(run, how),
+            max_model_len=run.model.max_model_len,
+            pass_at=how.pass_at,
+        )
         seconds = time.monotonic() - began
         _log.info("evaluated policy=%s pass=%.3f seconds=%.1f", policy_dir, found.pass_at[0].value, seconds)
         return {**msgspec.to_builtins(found), "seconds": seconds}

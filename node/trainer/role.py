@@ -193,7 +193,7 @@ class TrainerRole:
 
     async def _gather(self, step: int) -> Gathered:
         """Wait until a step's batch is whole, has been tried for often enough, or is due."""
-        opened = trio.current_time()
+        opened = trio.current_time() - self._open_for_s(step)
         self._scores.stale(step, self._p.collector.drop_stale(step))
         while True:
             usable = self._p.ledger.state.usable(step)
@@ -211,6 +211,20 @@ class TrainerRole:
             left_s = math.inf if deadline_s is None or waited_s >= deadline_s else deadline_s - waited_s
             with trio.move_on_after(left_s):
                 await self._p.collector.wait_changed()
+
+    def _open_for_s(self, step: int) -> float:
+        """How long a step has been open before this trainer started: its deadline goes on over a restart.
+
+        By the ledger it opened when the batch before it was committed and its oldest usable policy was there. The
+        first step opens with the trainer, since a run may be made long before it.
+        """
+        state, waited_for = self._p.ledger.state, step - 1 - self._manifest.batch.max_staleness
+        if step == 0 or (waited_for >= 0 and waited_for not in state.trained):
+            return 0.0
+        opened_ms = state.committed_at_ms(step)
+        if waited_for >= 0:
+            opened_ms = max(opened_ms, state.trained[waited_for].issued_at_ms)
+        return max(0.0, (now_ms() - opened_ms) / 1e3)
 
     def _commit(self, step: int, gathered: Gathered) -> None:
         issued_at_ms = now_ms()
@@ -334,11 +348,13 @@ class TrainerRole:
     async def _take_last_verdicts(self) -> None:
         """Work that was handed in before the end is judged and credited, within a deadline."""
         self._p.board.waiting("the verdicts about the last submissions")
-        with trio.move_on_after(LAST_VERDICTS_DEADLINE_S):
+        with trio.move_on_after(LAST_VERDICTS_DEADLINE_S) as deadline:
             await trio.sleep(LAST_VERDICTS_MIN_S)
             while not self._p.collector.has_all():
                 with trio.move_on_after(LOOK_AGAIN_S):
                     await self._p.collector.wait_changed()
+        if deadline.cancelled_caught:
+            self._p.collector.say_what_is_missing()
 
     # Telling the swarm
 

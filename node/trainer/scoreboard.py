@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from node.ledger.rows import contributor_row
 from node.status import StatusBoard
 from node.trainer.gather import Gathered
 from protocol.batches import most_submissions, wanted_submissions
@@ -104,7 +105,7 @@ class Scoreboard:
         )
 
     def _show_contributors(self) -> None:
-        rows = [self._contributor_row(peer) for peer in self._state.contributors]
+        rows = [contributor_row(peer, one) for peer, one in list(self._state.contributors.items())]
         rejected: dict[str, int] = {}
         for row in rows:
             for reason, count in row["rejected"].items():
@@ -116,17 +117,6 @@ class Scoreboard:
             stale=len(self._state.stale(len(self._state.trained))),
             unused=len(self._state.usable(self._step)),
         )
-
-    def _contributor_row(self, peer: PeerId) -> dict[str, Any]:
-        one = self._state.contributors[peer]
-        return {
-            "peer_id": str(peer),
-            "accepted": one.accepted,
-            "rejected": dict(one.rejected),
-            "standing": one.standing,
-            "reason": one.reason,
-            "credits": one.credits,
-        }
 
 
 def _batch_text(manifest: Manifest, gathered: Gathered) -> str:

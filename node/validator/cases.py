@@ -33,6 +33,8 @@ class Case:
     busy: bool = False
     crashes: int = 0
     draw: Draw | None = None
+    appeal: bytes = b""
+    """Id of the appeal that its verdict answers; most answer none."""
 
     @property
     def submission(self) -> Signed[Submission]:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from node.engines.assignment import Work
-from node.engines.rewards import answer_rewards
+from node.engines.rewards import REWARD_TOLERANCE, answer_rewards, same_reward, submission_allowance
 from node.engines.tokenizer import Tokenizer
 from node.engines.turns import replay_fault
 from node.validator.measure import MeasuredChunk, MeasuredRollout, token_numbers
@@ -27,7 +27,8 @@ from protocol.records import CheckResult, Manifest, Submission, Tolerance
 from protocol.rollouts import Rollout, emitted_spans, split_turns
 from protocol.toploc import ChunkResult, check_proof_shape
 
-REWARD_TOLERANCE: Final = 1e-6
+REWARD_RUNS: Final = 3
+"""How often in all a reward that need not repeat itself is found before it is held against a claim."""
 WITHHELD_SHARE: Final = 0.125
 """Share of answers that may lack a reward which can be told here: machines differ in what they get done in time."""
 HARD_FACTOR: Final = 8.0
@@ -220,8 +221,11 @@ def check_rewards(rollouts: Sequence[Rollout], work: Work, *, tokenizer: Tokeniz
     answers without a reward that could be told here leaves the submission undecided, or bad answers could be hidden.
     What is claimed and cannot be told here is undecided too, unless nothing is claimed. Nothing claimed for what should
     be more is a soft failure, and any other difference a lie.
+
+    Where rewards need not repeat themselves, as those of programs, what differs is found again, REWARD_RUNS times in
+    all: if these differ among themselves, that answer's reward cannot be told; and no difference is more than soft.
     """
-    found = answer_rewards(work, tokenizer, [(rollout.prompt_index, rollout) for rollout in rollouts])
+    found = _own_rewards(rollouts, work, tokenizer)
     places: dict[_Comparison, list[int]] = {"lie": [], "loss": [], "unknown": [], "withheld": []}
     penalties = [work.length_penalty(rollout.prompt_index, len(rollout.output_ids)) for rollout in rollouts]
     for number, (rollout, value, penalty) in enumerate(zip(rollouts, found, penalties, strict=True)):
@@ -237,12 +241,29 @@ def check_rewards(rollouts: Sequence[Rollout], work: Work, *, tokenizer: Tokeniz
     if work.length is not None:
         numbers["mean_length_penalty"] = sum(penalties) / len(penalties)
     if lies or losses:
-        return _finding("reward", f"rollout {(lies or losses)[0]} has another reward", numbers, hard=bool(lies))
+        hard = bool(lies) and work.environment.repeatable
+        return _finding("reward", f"rollout {(lies or losses)[0]} has another reward", numbers, hard=hard)
     if unknown:
         return _unknown("reward", f"the environment could not tell for rollout {unknown[0]}", numbers)
     if len(places["withheld"]) > WITHHELD_SHARE * len(rollouts):
         return _unknown("reward", f"{len(places['withheld'])} answers without a reward that can be told here", numbers)
     return _finding("reward", "", numbers)
+
+
+def _own_rewards(rollouts: Sequence[Rollout], work: Work, tokenizer: Tokenizer) -> list[float]:
+    """What this node finds; NaN where it cannot tell, or finds now one thing and now another."""
+    answers, allowance = [(rollout.prompt_index, rollout) for rollout in rollouts], submission_allowance()
+    found = answer_rewards(work, tokenizer, answers, allowance=allowance)
+    if work.environment.repeatable:
+        return found
+    differences = [value - rollout.reward for value, rollout in zip(found, rollouts, strict=True)]  # NaN if either is
+    doubtful = [place for place, difference in enumerate(differences) if abs(difference) > REWARD_TOLERANCE]
+    for _ in range(REWARD_RUNS - 1):
+        again = answer_rewards(work, tokenizer, [answers[place] for place in doubtful], allowance=allowance)
+        for place, value in zip(doubtful, again, strict=True):
+            if not same_reward(value, found[place]):
+                found[place] = math.nan
+    return found
 
 
 _Comparison = Literal["lie", "loss", "unknown", "withheld"]
@@ -322,8 +343,9 @@ def _strays(measured: Sequence[MeasuredRollout], tolerance: Tolerance, *, most: 
     found: set[tuple[int, ...]] = set()
     for number, rollout in enumerate(measured):
         for place, chunk in enumerate(rollout.chunks):
-            within = _chunk_within(chunk, tolerance), _chunk_within(chunk, tolerance, spare=1)
-            if within == (False, True) and len(found) < most:
+            if _chunk_within(chunk, tolerance) or len(found) == most:
+                continue
+            if _chunk_within(chunk, tolerance, spare=1):
                 found.add(_what_came_before(rollout, number, stop=place * PROOF_CHUNK_TOKENS + chunk.rows))
     return found
 

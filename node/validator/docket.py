@@ -1,15 +1,19 @@
 """What a validator has to judge and has judged, on disk: one SQLite file of open cases, of verdicts, and of the relays
-that still lack them."""
+that still lack them. A verdict that answers an appeal stands under the appeal's id, every other under the submission's.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from node.database import Database
 from protocol.envelope import Signed, open_envelope
 from protocol.identity import PeerId
 from protocol.records import Receipt, Submission, Verdict
+
+MAX_SEEN: Final = 1 << 16
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS verdicts (
@@ -17,6 +21,10 @@ CREATE TABLE IF NOT EXISTS verdicts (
     envelope BLOB NOT NULL
 );
 CREATE TABLE IF NOT EXISTS cases (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, submission BLOB UNIQUE NOT NULL, envelope BLOB NOT NULL,
+    receipt BLOB NOT NULL, seen_sequence INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS seen (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, submission BLOB UNIQUE NOT NULL, envelope BLOB NOT NULL,
     receipt BLOB NOT NULL, seen_sequence INTEGER NOT NULL
 );
@@ -49,8 +57,23 @@ class Docket:
     def close(self) -> None:
         self._db.close()
 
-    def judged(self, submission: bytes) -> bool:
-        return self._db.row("SELECT 1 FROM verdicts WHERE submission = ?", submission) is not None
+    def judged(self, subject: bytes) -> bool:
+        """Whether there is a verdict about a submission, or in answer to an appeal."""
+        return self._db.row("SELECT 1 FROM verdicts WHERE submission = ?", subject) is not None
+
+    def settled(self, submission: bytes) -> bool:
+        """Whether a submission was judged here, or left to other validators."""
+        query = "SELECT 1 FROM seen WHERE submission = ? UNION SELECT 1 FROM verdicts WHERE submission = ?"
+        return self._db.row(query, submission, submission) is not None
+
+    def seen(self, submission: bytes) -> OpenCase | None:
+        """A submission whose case is closed, or still open, as it was first seen; None where it was forgotten."""
+        for table in ("seen", "cases"):
+            query = f"SELECT seq, submission, envelope, receipt, seen_sequence FROM {table} WHERE submission = ?"
+            row = self._db.row(query, submission)
+            if row is not None:
+                return self._case(*row)
+        return None
 
     def open(self, submission: Signed[Submission], receipt: Signed[Receipt], *, seen_sequence: int) -> None:
         """Remember a submission that must be judged, whatever happens in between, and one more relay that has it.
@@ -85,10 +108,25 @@ class Docket:
         with self._db.transaction():
             self._db.change(
                 "INSERT OR IGNORE INTO verdicts (submission, outcome, reason, envelope) VALUES (?, ?, ?, ?)",
-                *(record.submission, record.outcome, record.reason, verdict.data),
+                *(record.appeal or record.submission, record.outcome, record.reason, verdict.data),
             )
-            for table in ("cases", "sources"):
-                self._db.change(f"DELETE FROM {table} WHERE submission = ?", record.submission)
+            self._close(record.submission)
+
+    def dismiss(self, submission: bytes) -> None:
+        """Close a case without a verdict: others have settled it."""
+        with self._db.transaction():
+            self._close(submission)
+
+    def _close(self, submission: bytes) -> None:
+        """Of closed cases the newest are remembered, for appeals."""
+        self._db.change(
+            "INSERT OR IGNORE INTO seen (submission, envelope, receipt, seen_sequence) "
+            "SELECT submission, envelope, receipt, seen_sequence FROM cases WHERE submission = ?",
+            submission,
+        )
+        self._db.change("DELETE FROM seen WHERE seq <= (SELECT MAX(seq) FROM seen) - ?", MAX_SEEN)
+        for table in ("cases", "sources"):
+            self._db.change(f"DELETE FROM {table} WHERE submission = ?", submission)
 
     def unposted(self, relay: PeerId, limit: int = 64) -> list[tuple[bytes, bytes]]:
         """Verdicts that this relay has not taken: submission id and envelope, oldest first."""

@@ -43,12 +43,16 @@ class Draws:
         if len(self._heads) > MAX_HEADS:
             del self._heads[: MAX_HEADS // 2], self._sequences[: MAX_HEADS // 2]
 
+    def heads_since(self, sequence: int) -> int:
+        """How many newer heads were seen."""
+        return len(self._sequences) - bisect_right(self._sequences, sequence)
+
     def draw(self, case: OpenCase, *, waited_s: float) -> Draw | None:
         """How a case is checked; None while its beacon or the ledger behind it is still to come."""
         record = self._ledger.record(case.submission.author, self._ledger.length)
         if check_rate(record, self._ledger.manifest.checks) == 1.0:
             return _in_full(case, "rejected before" if record.rejected else "newcomer")
-        beacon = self._beacon(case.receipt.record.head_sequence)
+        beacon = self.beacon(case.receipt.record.head_sequence)
         if beacon is None:
             return _in_full(case, "no beacon came") if waited_s > PATIENCE_S else None
         if beacon.record.sequence <= case.seen_sequence or not is_first_after(beacon.record, case.receipt.record):
@@ -64,7 +68,8 @@ class Draws:
         why = "drawn" if drawn else "not drawn"
         return Draw(drawn=drawn, rate=rate, why=why, beacon=beacon.data, receipt=case.receipt.data)
 
-    def _beacon(self, after: int) -> Signed[Head] | None:
+    def beacon(self, after: int) -> Signed[Head] | None:
+        """The first head that was seen with a sequence above `after`."""
         place = bisect_right(self._sequences, after)
         return self._heads[place] if place < len(self._heads) else None
 

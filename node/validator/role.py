@@ -27,11 +27,15 @@ from node.policies import Policies
 from node.relay_client import FeedItem, RelayClient
 from node.status import StatusBoard
 from node.swarm import Swarm
+from node.validator.appeals import AppealCases
+from node.validator.bench import Bench
 from node.validator.cases import Case, Cases
 from node.validator.docket import Docket
 from node.validator.draws import Draws
 from node.validator.duplicates import AnswerIndex, Likeness, Origin
 from node.validator.findings import Findings, NotYet, Screened, undecided, with_limits
+from node.validator.policy_fault import policy_fault
+from node.validator.posting import Poster
 from node.validator.suspicion import Suspicions
 from node.version import SOFTWARE
 from protocol.envelope import Signed, open_envelope, seal
@@ -46,7 +50,6 @@ READ_TIMEOUT_S: Final = 60.0
 SCREEN_TIMEOUT_S: Final = 300.0
 LOAD_TIMEOUT_S: Final = 600.0
 JUDGE_TIMEOUT_S: Final = 1800.0
-POST_RETRY_S: Final = 2.0
 RETRY_S: Final = 0.5
 GIVE_UP_S: Final = 300.0
 """A case whose file or policy could not be had for this long is closed as undecided."""
@@ -94,12 +97,15 @@ class ValidatorRole:
         }
         self._cases = Cases(parts.docket, time.monotonic)
         self._draws = Draws(parts.ledger.state)
+        own = parts.identity.peer_id
+        self._bench = Bench(own, parts.ledger.state, self._draws)
+        self._appeals = AppealCases(own, parts.ledger.state, parts.docket, self._draws)
         self._loaded: set[bytes] = set()
         self._loaded_restarts = 0
         self._desk = trio.CapacityLimiter(FILES_IN_MEMORY)
         self._downloads: set[bytes] = set()
         self._changed = trio.Event()
-        self._new_verdict = trio.Event()
+        self._poster = Poster(parts.swarm, parts.docket)
         self._totals = _Totals()
 
     async def run(self) -> None:
@@ -111,7 +117,7 @@ class ValidatorRole:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._take_loop)
             nursery.start_soon(self._case_loop)
-            nursery.start_soon(self._post_loop)
+            nursery.start_soon(self._poster.run)
             nursery.start_soon(self._ledger_loop)
             await self._p.swarm.wait_finished()
             self._p.board.state("finished", "the run is finished")
@@ -121,7 +127,7 @@ class ValidatorRole:
         """Post what is judged, within a deadline. The rest stays in the docket for the next start."""
         self._p.board.state("stopping", "posting the last verdicts")
         with trio.move_on_after(deadline_s):
-            await self._post_everywhere()
+            await self._poster.post()
 
     # What comes in.
 
@@ -147,7 +153,10 @@ class ValidatorRole:
 
     def _take(self, item: FeedItem) -> None:
         submission, receipt = item.signed, item.receipt
-        if receipt is None or not isinstance(submission.record, Submission) or self._p.docket.judged(submission.id):
+        if isinstance(submission.record, Verdict):
+            self._bench.heard(submission)
+            return self._news()
+        if receipt is None or not isinstance(submission.record, Submission) or self._p.docket.settled(submission.id):
             return
         self._p.docket.open(submission, receipt, seen_sequence=self._draws.newest_sequence)
         self._cases.noticed(submission.id, receipt.author)
@@ -159,13 +168,22 @@ class ValidatorRole:
         async with trio.open_nursery() as nursery:
             while True:
                 changed = self._changed
-                for case in self._cases.startable(self._draw):
+                relays = [client.peer_id for client in self._p.swarm.clients]
+                for case in (*self._cases.startable(self._draw), *self._appeals.startable(relays)):
                     nursery.start_soon(self._work, case, nursery)
                 self._show_work()
                 with trio.move_on_after(min(RETRY_S, max(0.01, self._cases.next_due_s()))):
                     await changed.wait()
 
     def _draw(self, case: Case, waited_s: float) -> Draw | None:
+        """How to check a case; None while it is not known, or not known whether it is this validator's to judge."""
+        turn = self._bench.turn(case.opened, waited_s=waited_s)
+        admitted = self._p.ledger.state.admitted(case.submission.author)
+        if turn == "never" or (not admitted and waited_s > GIVE_UP_S):
+            self._p.docket.dismiss(case.submission.id)
+            self._cases.closed(case)
+        if turn != "now" or not admitted:
+            return None
         return self._draws.draw(case.opened, waited_s=waited_s)
 
     async def _work(self, case: Case, downloads: trio.Nursery) -> None:
@@ -213,7 +231,7 @@ class ValidatorRole:
 
     async def _findings(self, case: Case, downloads: trio.Nursery) -> Findings:
         """Raises NotYet, MalformedError when the file is at fault, ComputeError when a child is."""
-        fault = self._policy_fault(case.submission) or await self._policy_missing(case, downloads)
+        fault = self._policy_fault(case) or await self._policy_missing(case, downloads)
         if fault is not None:
             return fault
         path = await self._fetch(case)
@@ -224,25 +242,10 @@ class ValidatorRole:
         finally:
             path.unlink(missing_ok=True)
 
-    def _policy_fault(self, submission: Signed[Submission]) -> Findings | None:
-        """What is wrong with the policy that a submission names, as far as signed records tell."""
-        record, ledger = submission.record, self._p.ledger.state
-        step, head = record.checkpoint_step, self._p.swarm.head
-        if not record.step - self._manifest.record.batch.max_staleness <= step <= record.step:
-            return Findings("reject", False, f"policy: checkpoint {step} is no policy for step {record.step}")
-        trained = ledger.trained.get(step - 1)
-        if trained is not None and trained.checkpoint != record.checkpoint:
-            return Findings("reject", False, f"policy: checkpoint {step} of this run is another one")
-        held = self._p.policies.step_of(record.checkpoint)
-        if held is not None and held != step:
-            return Findings("reject", True, f"policy: named as checkpoint {step}, but it is checkpoint {held}")
+    def _policy_fault(self, case: Case) -> Findings | None:
+        head, held = self._p.swarm.head, self._p.policies.step_of(case.submission.record.checkpoint)
         oldest = head.record.oldest_checkpoint_step if head else 0
-        back = "" if submission.id in ledger.submissions else ledger.policy_fault(submission.author, record)
-        if back:
-            return Findings("reject", False, f"policy: {back}")
-        if held is None and step < oldest:
-            return undecided(f"policy: checkpoint {step} is gone; step {oldest} is the oldest that is still taken")
-        return None
+        return policy_fault(case, self._p.ledger.state, held=held, oldest=oldest)
 
     async def _policy_missing(self, case: Case, downloads: trio.Nursery) -> Findings | None:
         """Nothing when the policy is here; a verdict at once when nobody has it. Raises NotYet while it is fetched."""
@@ -303,17 +306,17 @@ class ValidatorRole:
         return findings
 
     async def _screen(self, case: Case, rollouts: Sequence[Any], *, rewards: bool) -> Screened:
-        path = self._p.policies.path(case.submission.record.checkpoint)
-        if path is None:
-            raise NotYet(f"policy: checkpoint {case.submission.record.checkpoint_step}")
-        found = await self._p.screening.call(
-            "screen",
-            timeout_s=SCREEN_TIMEOUT_S,
-            policy_dir=str(path),
-            rollouts=rollouts,
-            rewards=rewards,
-            **self._claim(case.submission),
-        )
+        with self._p.policies.kept(case.submission.record.checkpoint) as path:
+            if path is None:
+                raise NotYet(f"policy: checkpoint {case.submission.record.checkpoint_step}")
+            found = await self._p.screening.call(
+                "screen",
+                timeout_s=SCREEN_TIMEOUT_S,
+                policy_dir=str(path),
+                rollouts=rollouts,
+                rewards=rewards,
+                **self._claim(case.submission),
+            )
         return msgspec.convert(found, Screened)
 
     async def _judge(self, case: Case, rollouts: Sequence[Any]) -> Findings:
@@ -361,7 +364,10 @@ class ValidatorRole:
     def _conclude(self, case: Case, findings: Findings) -> None:
         verdict = self._sign(case, findings)
         self._p.docket.add(verdict)
-        self._cases.closed(case)
+        if case.appeal:
+            self._appeals.closed(case)
+        else:
+            self._cases.closed(case)
         record, draw = case.submission.record, verdict.record.draw
         self._totals.drawn += draw.drawn
         self._totals.not_drawn += not draw.drawn
@@ -371,8 +377,7 @@ class ValidatorRole:
             *(findings.outcome, draw.why, findings.reason),
         )
         self._show()
-        self._new_verdict.set()
-        self._new_verdict = trio.Event()
+        self._poster.wake()
 
     def _sign(self, case: Case, findings: Findings) -> Signed[Verdict]:
         head = self._p.swarm.head
@@ -392,34 +397,10 @@ class ValidatorRole:
             dtype=findings.dtype,
             software=SOFTWARE,
             head_sequence=head.record.sequence if head else 0,
+            appeal=case.appeal,
             issued_at_ms=now_ms(),
         )
         return open_envelope(seal(verdict, self._p.identity), Verdict)
-
-    async def _post_loop(self) -> None:
-        while True:
-            changed = self._new_verdict
-            await self._post_everywhere()
-            with trio.move_on_after(POST_RETRY_S):
-                await changed.wait()
-
-    async def _post_everywhere(self) -> None:
-        async with trio.open_nursery() as nursery:
-            for client in self._p.swarm.clients:
-                nursery.start_soon(self._post_to, client)
-
-    async def _post_to(self, client: RelayClient) -> None:
-        for submission, envelope in self._p.docket.unposted(client.peer_id):
-            try:
-                await client.post_verdict(envelope)
-            except RefusedError as error:
-                log.warning("post verdict relay=%s code=%s error=%r", client.peer_id.short, error.code, error.message)
-                if error.code in ("no-manifest", "busy"):
-                    return
-            except (RelayError, ProtocolError) as error:
-                log.info("post verdict relay=%s error=%r", client.peer_id.short, error.message)
-                return
-            self._p.docket.posted(submission, client.peer_id)
 
     def _show(self) -> None:
         outcomes = self._p.docket.outcomes()

@@ -56,6 +56,7 @@ _STATUS_OF_CODE: Final[Mapping[str, int]] = {
     "not-allowed": 403,
     "not-yours": 403,
     "evicted": 403,
+    "not-admitted": 403,
     "not-found": 404,
     "not-yet": 404,
     "no-patch": 404,

@@ -32,6 +32,7 @@ from p2p.http.answers import MAX_BODY_BYTES, MSGPACK, PROGRESS_TIMEOUT_S, printa
 from p2p.http.files import OCTETS
 from p2p.http.stream import Download as Stream
 from p2p.http.stream import Refusal, Sink, SinkFailed, StreamPool, Wanted, WrongCertificate, WrongLength
+from p2p.http.tally import RequestTally
 from p2p.limits import DownloadBudget
 from protocol.errors import ChecksumError, NodeError, RefusedError, RelayError
 
@@ -88,6 +89,7 @@ class HttpClient:
         self._user_agent = user_agent
         self._session: aiohttp.ClientSession | None = None
         self._spoke_tls = False
+        self.tally = RequestTally()
         self._streams = StreamPool()
         self._stream_threads = ThreadPoolExecutor(MAX_STREAMS, thread_name_prefix="download")
 
@@ -267,6 +269,7 @@ class HttpClient:
         return post
 
     async def _exchange(self, ask: _Question, headers: dict[str, str], contact: Contact | None) -> HttpResponse:
+        self.tally.add(ask.method, ask.url)
         limits = aiohttp.ClientTimeout(
             total=ask.timeout_s,
             sock_connect=min(CONNECT_TIMEOUT_S, ask.timeout_s),
@@ -292,6 +295,7 @@ class HttpClient:
         return write
 
     async def _upload(self, upload: _Upload, headers: dict[str, str], contact: Contact | None) -> HttpResponse:
+        self.tally.add("POST", upload.url)
         progress_timeout_s = upload.progress_timeout_s
         limits = aiohttp.ClientTimeout(total=upload.timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         options = _options(headers, limits, contact)
@@ -302,6 +306,7 @@ class HttpClient:
                     return await _whole(response, upload.max_bytes)
 
     async def _download(self, download: _Download, headers: dict[str, str], contact: Contact | None) -> bytes:
+        self.tally.add("GET", download.url)
         wanted = Wanted(
             download.url,
             {"User-Agent": self._user_agent, "Accept-Encoding": "identity", **headers},
@@ -364,10 +369,18 @@ def _errors_of(url: str, timeout_s: float) -> Iterator[None]:
     except aiohttp.ServerFingerprintMismatch as error:
         raise _wrong_certificate(_host(url), error.got, error.expected) from error
     except (aiohttp.ClientError, ConnectionError) as error:
-        reason = str(error)[:200] or type(error).__name__
+        reason = _said_of(error)
         raise RelayError(f"{_host(url)} cannot be reached, or broke off: {reason}") from error
     except ValueError as error:  # aiohttp's answer to a URL or a header that it cannot use
         raise RelayError(f"{url[:200]!r} cannot be requested: {str(error)[:200]}") from error
+
+
+def _said_of(error: Exception) -> str:
+    """aiohttp's words; where no connection came about the system's, for aiohttp prints its own objects."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        number = error.os_error.errno or 0
+        return os.strerror(number) if number > 0 else str(error.os_error.strerror or error.os_error)[:200]
+    return str(error)[:200] or type(error).__name__
 
 
 def _host(url: str) -> str:

@@ -12,6 +12,7 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Final, NamedTuple
 
 import trio
@@ -28,8 +29,10 @@ from protocol.errors import NodeError
 log = logging.getLogger(__name__)
 
 IDLE_TIMEOUT_S: Final = 30.0
-"""A connection that sends no whole request for this long is closed."""
+"""A connection that sends no further request for this long is closed."""
 HANDSHAKE_TIMEOUT_S: Final = 10.0
+FIRST_REQUEST_TIMEOUT_S: Final = 10.0
+"""From the connection, TLS greetings done, to the end of its first request's headers."""
 ANSWER_TIMEOUT_S: Final = 30.0
 MIN_ANSWER_BYTES_PER_S: Final = 16 << 10
 """Slower readers of an answer are cut off; files have a deadline for each piece (p2p.http.files)."""
@@ -76,15 +79,17 @@ class HttpServer:
         max_connections_per_host: int = MAX_CONNECTIONS_PER_HOST,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
+        first_request_timeout_s: float = FIRST_REQUEST_TIMEOUT_S,
         answer_timeout_s: float = ANSWER_TIMEOUT_S,
     ) -> None:
         self._aio = aio
         self._routes = list(routes)
-        self._middlewares = [_send_within(answer_timeout_s), answer_errors, *middlewares]
+        self._talk = _Talk(first_request_timeout_s)
+        self._middlewares = [self._talk.middleware, _send_within(answer_timeout_s), answer_errors, *middlewares]
         self._host, self._port = host, port
         self._certificate = certificate
         self._on_answer = on_answer
-        self._limits = _Limits(max_connections, max_connections_per_host, handshake_timeout_s)
+        self._limits = _Limits(max_connections, min(max_connections, max_connections_per_host), handshake_timeout_s)
         self._idle_timeout_s = idle_timeout_s
 
     async def run(self, *, task_status: trio.TaskStatus[BoundAddress] = trio.TASK_STATUS_IGNORED) -> None:
@@ -123,7 +128,7 @@ class HttpServer:
         if server is None:
             raise NodeError("the HTTP server did not start")
         tls = None if self._certificate is None else self._certificate.server_context()
-        return _Acceptor(server, sock, tls, self._limits), runner
+        return _Acceptor(server, sock, tls, self._limits, self._talk), runner
 
 
 async def _stop(acceptor: _Acceptor, runner: web.AppRunner) -> None:
@@ -141,14 +146,59 @@ class _Limits(NamedTuple):
     handshake_timeout_s: float
 
 
+class _Talk:
+    """Which connections have never asked anything, and which have a request under way."""
+
+    def __init__(self, first_request_timeout_s: float) -> None:
+        self._timeout_s = first_request_timeout_s
+        self._silent: dict[asyncio.BaseProtocol, asyncio.TimerHandle | None] = {}
+        self._busy: set[asyncio.BaseProtocol] = set()
+
+    def expect(self, protocol: web.RequestHandler) -> None:
+        """A connection arrives; its first request may come with the last message of the handshake."""
+        self._silent[protocol] = None
+
+    def greeted(self, protocol: web.RequestHandler) -> None:
+        """It is there, and has so long for its first request, unless that has come."""
+        if protocol in self._silent:
+            self._silent[protocol] = asyncio.get_running_loop().call_later(self._timeout_s, self.drop, protocol)
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        protocol = request.protocol
+        if timer := self._silent.pop(protocol, None):
+            timer.cancel()
+        self._busy.add(protocol)
+        try:
+            return await handler(request)
+        finally:
+            self._busy.discard(protocol)
+
+    def drop(self, protocol: web.RequestHandler) -> None:
+        """Cut a connection off."""
+        if timer := self._silent.pop(protocol, None):
+            timer.cancel()
+        if protocol.transport is not None:
+            protocol.transport.abort()
+
+    def is_silent(self, protocol: web.RequestHandler) -> bool:
+        return protocol in self._silent
+
+    def is_busy(self, protocol: web.RequestHandler) -> bool:
+        return protocol in self._busy
+
+
 class _Acceptor:
     """Takes connections, counts them by address before anything is read, and hands them to aiohttp."""
 
-    def __init__(self, server: web.Server, sock: socket.socket, tls: ssl.SSLContext | None, limits: _Limits) -> None:
+    def __init__(
+        self, server: web.Server, sock: socket.socket, tls: ssl.SSLContext | None, limits: _Limits, talk: _Talk
+    ) -> None:
         self._server = server
         self._sock = sock
         self._tls = tls
         self._limits = limits
+        self._talk = talk
         self._arriving: dict[asyncio.Task[None], tuple[str, web.RequestHandler]] = {}
         self._accepting = asyncio.get_running_loop().create_task(self._accept_loop())
 
@@ -174,38 +224,61 @@ class _Acceptor:
             host = str(address[0])
             if self._has_room(host):
                 protocol = self._server()
+                self._talk.expect(protocol)
                 task = loop.create_task(self._welcome(connection, protocol))
                 self._arriving[task] = host, protocol
-                task.add_done_callback(lambda done: self._arriving.pop(done, None))
+                task.add_done_callback(partial(self._arrived, protocol=protocol))
             else:
                 connection.close()
             await asyncio.sleep(0)  # an accept that need not wait does not let others run
 
-    async def _welcome(self, connection: socket.socket, protocol: asyncio.Protocol) -> None:
+    def _arrived(self, task: asyncio.Task[None], *, protocol: web.RequestHandler) -> None:
+        self._arriving.pop(task, None)
+        if protocol.transport is None:  # it is gone, or never came
+            self._talk.drop(protocol)
+
+    async def _welcome(self, connection: socket.socket, protocol: web.RequestHandler) -> None:
         loop = asyncio.get_running_loop()
         deadlines: dict[str, float] = {}
         if self._tls is not None:
             deadlines = {"ssl_handshake_timeout": self._limits.handshake_timeout_s, "ssl_shutdown_timeout": SHUTDOWN_S}
         with suppress(OSError, TimeoutError):  # whoever cannot greet is gone; ssl's errors are OSErrors
             await loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._tls, **deadlines)
+            self._talk.greeted(protocol)
 
     def _has_room(self, host: str) -> bool:
-        """Whether one more may come. The oldest one that has not greeted makes way: silence keeps nobody out."""
+        """Whether one more may come. Where all is taken, the oldest silent one makes way: silence keeps nobody out.
+
+        Silent is who has not finished the TLS handshake or never asked anything; at its own address's limit, also who
+        has no request under way.
+        """
         connections = self._server.connections
         arriving = {task: where for task, (where, protocol) in self._arriving.items() if protocol.transport is None}
         total = len(connections) + len(arriving)
-        if total >= self._limits.connections:
-            return self._drop_first(arriving)
         if total < self._limits.per_host:
             return True
-        silent = [task for task, where in arriving.items() if where == host]
-        held = sum(_peer_host(each.transport) == host for each in connections)
-        return held + len(silent) < self._limits.per_host or self._drop_first(silent)
+        its_arriving = [task for task, where in arriving.items() if where == host]
+        its = [each for each in connections if _peer_host(each.transport) == host]
+        if len(its) + len(its_arriving) >= self._limits.per_host:
+            return self._drop_silent(its) or self._drop_arriving(its_arriving) or self._drop_idle(its)
+        return total < self._limits.connections or self._drop_silent(connections) or self._drop_arriving(arriving)
 
-    def _drop_first(self, tasks: Iterable[asyncio.Task[None]]) -> bool:
+    def _drop_arriving(self, tasks: Iterable[asyncio.Task[None]]) -> bool:
         for task in tasks:
             del self._arriving[task]
             task.cancel()
+            return True
+        return False
+
+    def _drop_silent(self, connections: Iterable[web.RequestHandler]) -> bool:
+        return self._drop_first(each for each in connections if self._talk.is_silent(each))
+
+    def _drop_idle(self, connections: Iterable[web.RequestHandler]) -> bool:
+        return self._drop_first(each for each in connections if not self._talk.is_busy(each))
+
+    def _drop_first(self, connections: Iterable[web.RequestHandler]) -> bool:
+        for protocol in connections:
+            self._talk.drop(protocol)
             return True
         return False
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -27,6 +28,9 @@ MAX_STANDING_BYTES: Final = CheckpointManifest.MAX_BYTES + CheckpointPart.MAX_BY
 NOT_HERE: Final = frozenset({"not-yet", "not-found", "no-manifest"})
 """Refusals that say nothing bad about a relay: what was asked for is still on its way there."""
 ASKED_TOO_MUCH: Final = frozenset({"busy", "too-many-requests"})
+REPEAT_S: Final = 10.0
+"""Before the same failure of the same source is logged again."""
+MAX_TOLD: Final = 256
 
 
 class Source(NamedTuple):
@@ -83,6 +87,8 @@ class Links:
     progress_timeout_s: float = PROGRESS_TIMEOUT_S
     on_bytes: OnBytes | None = None
     on_misdeed: OnMisdeed | None = None
+    _told: dict[PeerId, tuple[str, float]] = field(default_factory=dict)
+    """What was last logged of a source, and when."""
 
     async def get(self, source: Source, path: str, *, max_bytes: int, wait_s: float = 0.0) -> HttpResponse:
         """A small answer. Raises RelayError after it has scored the source for it."""
@@ -126,7 +132,17 @@ class Links:
                 self.balancer.busy(peer, seconds=error.retry_after_s)
                 return
         self.balancer.failed(peer)
-        log.info("relay=%s failed=%r", peer.short, error.message[:300])
+        self._tell(peer, error.message[:300])
+
+    def _tell(self, peer: PeerId, failure: str) -> None:
+        """Requests under way together fail together: one line for them."""
+        now = time.monotonic()
+        said, at = self._told.get(peer, ("", -REPEAT_S))
+        if said != failure or now - at >= REPEAT_S:
+            log.info("relay=%s failed=%r", peer.short, failure)
+            if len(self._told) >= MAX_TOLD:
+                self._told.clear()
+            self._told[peer] = failure, now
 
     def blame(self, peer: PeerId, what: str) -> None:
         """A relay sent what no honest one sends."""

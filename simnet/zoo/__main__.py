@@ -5,20 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from node.config import NodeConfig, describe, resolve
+from node.config import NodeConfig
 from node.logs import printable, set_up_logging
 from protocol.errors import NodeError
 from simnet.cheats import CHEATS
+from simnet.settings_flags import add_settings, take_settings
 
 if TYPE_CHECKING:
     from node.assembly import InferenceKind
 
 COMPUTE_MODULE = "simnet.zoo.compute"
-_REPEATED = ("bootstrap", "listen")
-_NOT_FLAGS = ("role", "passphrase", "stay")
 
 
 def parse(arguments: Sequence[str]) -> tuple[NodeConfig, list[str]]:
@@ -31,15 +29,10 @@ def parse(arguments: Sequence[str]) -> tuple[NodeConfig, list[str]]:
     )
     parser.add_argument("cheat", choices=sorted(CHEATS), metavar="CHEAT", help="What it lies about; listed below.")
     parser.add_argument("--cheat-seed", type=int, default=0, help="Seed of what the cheat draws.")
-    parser.add_argument("--config", type=Path, default=None, help="TOML file of settings.")
-    for name in NodeConfig.__struct_fields__:
-        if name not in _NOT_FLAGS:
-            action = "append" if name in _REPEATED else "store"
-            parser.add_argument(_flag(name), dest=name, action=action, default=None, help=describe(name))
+    add_settings(parser)
     given = vars(parser.parse_args(arguments))
-    cheat, cheat_seed, file = given.pop("cheat"), given.pop("cheat_seed"), given.pop("config")
-    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    config = resolve({**settings, "role": "inference"}, file=file).config
+    cheat, cheat_seed = given.pop("cheat"), given.pop("cheat_seed")
+    config = take_settings(given)
     return config, [cheat, str(cheat_seed), str(config.data_dir / "cheat")]
 
 
@@ -64,10 +57,6 @@ def kind_of(cheat: str, compute_args: Sequence[str]) -> InferenceKind:
     if cheat in ROLES:
         return InferenceKind(new_role=ROLES[cheat])
     return InferenceKind(module=COMPUTE_MODULE, args=compute_args)
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 if __name__ == "__main__":

@@ -84,3 +84,11 @@ def test_the_quick_demo_is_a_sound_scenario():
     scenario = load_scenario("demo", demo.QUICK)
     assert scenario.run.overrides == {"batch": {"total_steps": demo.QUICK_STEPS}}
     assert scenario.expect.reward_at_least is None
+
+
+@pytest.mark.parametrize("seeds", ["0", "-2", "many"])
+def test_so_few_seeds_are_refused(seeds, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["paper", "--seeds", seeds])
+    assert caught.value.code == 2
+    assert "--seeds" in capsys.readouterr().err

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from bench import paper_asynchrony, paper_clipping
+from bench import paper_asynchrony, paper_clipping, paper_filters
+from bench.filters import Curve
 from bench.harness import as_json
 from bench.paper import PARTS, bench
 from bench.paper_clipping import Runs
@@ -70,3 +71,14 @@ def test_every_part_runs(part):
 def test_an_unknown_part_is_refused_by_name():
     with pytest.raises(ConfigError, match="no part 'weather'"):
         bench(quick=True, only="weather")
+
+
+def test_what_the_offline_filter_saves_is_told_as_it_is_judged():
+    curves = {
+        "none": [Curve(rollouts=3200.0 + seed) for seed in range(3)],
+        "online": [Curve(rollouts=7200.0 + seed) for seed in range(3)],
+        "both": [Curve(rollouts=4500.0 + seed) for seed in range(3)],
+    }
+    told = paper_filters._costs(curves)
+    assert told.verdict == "reproduced"
+    assert told.evidence.startswith("+2700")

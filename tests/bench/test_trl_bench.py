@@ -41,3 +41,22 @@ def test_both_sides_train_on_the_same_samples():
     figures = bench_trainer(quick=True).figures
     assert figures["ours_gradient_seed_0"] == pytest.approx(figures["trl_gradient_seed_0"], rel=0.5)
     assert figures["update_times_trl"] > 1.0
+
+
+def test_an_installation_that_was_interrupted_is_made_again(tmp_path, monkeypatch):
+    """The interpreter is there early, the packages late: only the file that is written last tells."""
+    made = []
+
+    def install(python):
+        made.append(python)
+        python.parent.mkdir(parents=True)
+        python.touch()
+        if len(made) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench.trl_peer, "ENVIRONMENT", tmp_path / "venv")
+    monkeypatch.setattr(bench.trl_peer, "_install", install)
+    with pytest.raises(KeyboardInterrupt):
+        find_python(None)
+    assert find_python(None) == find_python(None) == tmp_path / "venv" / "bin" / "python"
+    assert len(made) == 2

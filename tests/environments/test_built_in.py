@@ -60,6 +60,8 @@ for name in sys.argv[1:]:
     for number in range(24):
         task = environment.task(hashlib.sha256(bytes([number])).digest())
         print(repr(task), environment.reward(task, "7"))
+    print(environment.reward(task, "```python\\nprint({'a', 'b'}, 7)\\n```"))
+    environment.close()
 """
 NAMES = sorted(BUILT_IN.keys() - {"verifiers"})
 """That one is nothing without a taskset (test_verifiers)."""
@@ -87,10 +89,10 @@ def printed(names, hash_seed):
 def test_tasks_and_rewards_are_the_same_in_every_process():
     first, second = printed(QUICK, "1"), printed(QUICK, "2")
     assert first == second
-    assert first.count("\n") == 25 * len(QUICK)
+    assert first.count("\n") == 26 * len(QUICK)
 
 
-@pytest.mark.parametrize("name", ["maths", pytest.param("reasoning-gym", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["code", "maths", pytest.param("reasoning-gym", marks=pytest.mark.long)])
 def test_tasks_of_workers_are_the_same_in_every_process(name):
     assert printed([name], "1") == printed([name], "2")
 

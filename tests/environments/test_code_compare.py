@@ -2,7 +2,14 @@
 
 import pytest
 
-from environments.code_compare import same_output, same_value
+from environments import code_compare
+from environments.code_compare import same_output
+from environments.sandbox.inside import values
+
+
+def same_value(got, expected, **how):
+    """Of plain values, by what they encode to."""
+    return code_compare.same_value(values.encode(got), values.encode(expected), **how)
 
 
 @pytest.mark.parametrize(
@@ -19,6 +26,10 @@ from environments.code_compare import same_output, same_value
         (b"inf", "1e999", 1, False),
         (b"1 2", "1", 1, False),
         (b"yes", "no", 1, False),
+        ("\u0661\u0660".encode(), "10", 1e-6, False),
+        (b"1_0", "10", 1e-6, False),
+        (b"1" * 500, "1", 1, False),
+        (b"-1.5e1 .5 5.", "-15 0.50 5", 1e-6, True),
         (b"\xff", "\ufffd", 0, False),
     ],
 )
@@ -34,7 +45,10 @@ def test_output_is_compared_by_line_or_by_word(printed, expected, tolerance, sam
         ({1: "a"}, {True: "a"}, False), ({1: 2}, {1: 2}, True), ({1: 2}, {1: 2, 3: 4}, False),
         ([1, [2]], [1, [2]], True),
         ([1], [1, 2], False), (10**400, 1.0, False), (float("nan"), float("nan"), True), (float("inf"), 1.0, False),
-        ({(1, True)}, {(1, 1)}, False), (b"a", "a", False), ({}, set(), False),
+        ({(1, True)}, {(1, 1)}, False), (b"a", "a", False), ({}, set(), False), (b"a", b"a", True),
+        ({2, 1, "1"}, {"1", 1, 2}, True), ({1}, {1, 2}, False), ({1: "a", "1": "b"}, {"1": "b", 1: "a"}, True),
+        ({-0.0}, {0.0}, True), ({1.0}, {1}, False), ({b"1"}, {"1"}, False), ({(1, (2,))}, {(1, (2,))}, True),
+        ({1: [1, True]}, {1: [1, 1]}, False), (float("-inf"), float("-inf"), True), ({None}, {"None"}, False),
     ],
 )  # fmt: skip
 def test_values_are_compared_with_their_types(got, expected, same):

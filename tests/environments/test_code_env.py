@@ -247,7 +247,8 @@ def test_no_program_cheats(code):
         (answer("def add(a, b): return a + b # \u202e\u2066 b - a"), "right"),
         (answer("def \uff41\uff44\uff44(a, b): return a + b"), "right"),  # the language itself reads these as add
         (answer("x = '\u2028\x0c\x85'\ndef add(a, b): return a + b"), "right"),
-        (answer("#" * MAX_CODE_CHARS), f"a code block of {MAX_CODE_CHARS} characters; {MAX_CODE_CHARS} are allowed"),
+        (answer("#" * MAX_CODE_CHARS), "test 1: ended badly (AttributeError)"),
+        (answer("#" * (MAX_CODE_CHARS + 1)), f"a code block of {MAX_CODE_CHARS + 1} characters; {MAX_CODE_CHARS} are "),
         ("```python\n" * 20_000, "no code block"),
         ("`" * 200_000, "no code block"),
         ("\n" * 200_000, "no code block"),
@@ -257,9 +258,6 @@ def test_no_program_cheats(code):
 def test_every_answer_has_a_named_outcome(code, completion, reason):
     """Attack: completions meant to crash or stall whoever judges them."""
     found = code.reward(task_of(code, "add"), completion)
-    if reason.startswith("a code block"):
-        assert found.reason.startswith("right") or "allowed" in found.reason or "AttributeError" in found.reason
-        return
     assert found.reason.startswith(reason)
     assert found.value == (1.0 if reason == "right" else 0.0)
 
@@ -354,7 +352,7 @@ def test_digest_covers_data_python_and_limits():
 
 def test_the_sample_of_this_version_never_changes():
     """Golden: another sample, limit or judgement needs a higher `version`."""
-    assert CodeProblems().digest.hex() == "cfe693d125087372ee9cbfd01fcd732332ec6a5c5bd9700b0f182d47a87aafe3"
+    assert CodeProblems().digest.hex() == "1bb2d7a090a264b8dcd4ba7769b08e1c1b85695ee5e54f7c10b8e8d9e69b6f84"
 
 
 @pytest.mark.parametrize(
@@ -388,6 +386,8 @@ def test_the_sample_of_this_version_never_changes():
         (json.dumps(FREE | {"id": "x", "checker": "x = 1"}), r"line 2: the checker defines no function check"),
         (json.dumps(ADD), "line 2: the id 'add' is taken by line 1"),
         ("[" * 100_000, "line 2: "),
+        (json.dumps(ADD | {"id": "x", "question": "\ud800"}), r"line 2: a text holds half a surrogate pair \(.ud800"),
+        (json.dumps(ADD | {"id": "x", "question": "\U0001f4a9"}) + "x", "line 2: .*malformed"),
         ('{"kind": "program", "id": "' + "x" * 200 + '"}', "line 2: "),
     ],
 )

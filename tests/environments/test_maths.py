@@ -7,7 +7,7 @@ import pytest
 
 from environments.base import Task
 from environments.maths import SAMPLE, Maths, compare
-from environments.maths_text import last_box, plain_number, rising, split_unit
+from environments.maths_text import is_finished, last_box, plain_number, rising, split_unit
 from environments.problems import decode_problems
 from protocol.errors import ConfigError
 
@@ -26,6 +26,13 @@ BOMBS = [
     "\\begin{pmatrix}" + "&".join("x^9" for _ in range(60)) + "\\end{pmatrix}^{99}",
 ]  # fmt: skip
 CPU_LIMIT_S = 2.0
+OPEN_GOLDS = {
+    "\\int": "\\int x dx",
+    "\\sum": "\\sum_{n=1}^{3} n",
+    "\\prod": "\\prod_{n=1}^{3} n",
+    "\\lim": "\\lim_{x\\to 0} x",
+}
+"""Right answers that have what else would make an answer wrong before the library sees it."""
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +94,14 @@ def test_units_have_one_spelling():
     assert split_unit("2x") == ("2x", "")
 
 
+def test_several_words_are_no_unit_but_for_a_few():
+    assert split_unit("5 \\text{ square units}") == ("5", "")
+    assert split_unit("5 \\text{ sq. cm}") == ("5", "cm^2")
+    assert split_unit("5 \\text{ km per hour}") == ("5", "km/h")
+    assert split_unit("5 \\text{ or 6}") == ("5 \\text{ or 6}", "")
+    assert split_unit("5 \\text{ percent}") == ("5\\%", "")
+
+
 def test_chains_of_inequalities_rise():
     assert rising("3 > x \\ge 1").replace(" ", "") == "1\\leqx<3"
     assert rising("1<x<3") == "1<x<3"
@@ -101,6 +116,10 @@ def test_chains_of_inequalities_rise():
         ("25\\text{ cm}", "25"), ("25", "25\\text{ cm}"), ("5", "5 \\text{ apples}"), ("\\frac{1}{2}", "50\\%"),
         ("[0,1)", "[0,1)"), ("\\log_2 10", "\\frac{\\ln 10}{\\ln 2}"),
         ("\\begin{pmatrix}7\\\\4\\end{pmatrix}", "\\begin{pmatrix}7\\\\4\\end{pmatrix}"),
+        ("\\sqrt{-1}", "i"), ("3+4i", "3+\\sqrt{-16}"), ("2\\sqrt{3}", "x_1 = 2\\sqrt{3}"), ("x^2", "f(x) = x^2"),
+        ("y=2x", "2x-y=0"), ("x\\le 3", "x<=3"), ("AB", "\\text{AB}"), ("\\sum_{n=1}^k n", "\\sum_{n=1}^k n"),
+        ("5\\%", "5\\%"), ("5\\%", "0.05"), ("0.05", "5 \\text{ percent}"), ("5", "500\\%"), ("0.333", "33.3\\%"),
+        ("12\\text{ cm}^2", "12 \\text{ square cm}"), ("60", "60 \\text{ miles per hour}"), ("\\text{even}", "even"),
     ],
 )  # fmt: skip
 def test_the_same_in_other_words_is_right(maths, gold, answer):
@@ -113,6 +132,12 @@ def test_the_same_in_other_words_is_right(maths, gold, answer):
         ("5\\text{ cm}", "5\\text{ m}"), ("5\\text{ cm}^2", "5\\text{ cm}"), ("1024", "2^{10}"), ("162", "3^4\\cdot 2"),
         ("6", "1+2+3"), ("3", "\\sqrt{9}"), ("[0,1)", "[0,1]"), ("1<x<3", "1<x<4"), ("2", "\\frac{1}{2}"), ("5", "５"),
         ("x^2", "x^3"), ("5", ""), ("5", "5" * 500), ("(1,2)", "(2,1)"),
+        ("\\frac{\\pi}{4}", "\\int_0^1 \\frac{1}{1+x^2} dx"), ("e", "\\sum_{n=0}^{\\infty}\\frac{1}{n!}"),
+        ("e", "\\lim_{n\\to\\infty}(1+\\frac{1}{n})^n"), ("x^2", "\\prod_{n=1}^{2} x"), ("2\\sqrt{3}", "5=2\\sqrt{3}"),
+        ("2\\sqrt{3}", "2\\sqrt{3}=5"), ("x=2\\sqrt{3}", "5=2\\sqrt{3}"), ("5", "5 \\text{ or 6 or 7}"),
+        ("5", "5 \\text{ or more}"), ("5", "5\\%"), ("5\\%", "5"), ("5\\%", "500"), ("8", "2^{3}\\%"),
+        ("\\sqrt{2}", "\\sqrt{2}\\%"), ("AB", "BA"), ("\\sqrt{-1}", "j"),
+        ("12\\text{ cm}^2", "12 \\text{ cubic cm}"), ("60\\text{ miles per hour}", "60 \\text{ feet per second}"),
     ],
 )  # fmt: skip
 def test_what_is_not_the_same_is_wrong(maths, gold, answer):
@@ -149,14 +174,17 @@ def test_a_bomb_is_stopped_and_the_next_answer_is_judged(maths, bomb):
 
 
 @pytest.mark.long
-def test_forty_three_bombs(maths):
+@pytest.mark.parametrize("third", range(3))
+def test_forty_three_bombs(maths, third):
     """Attack: all ways known to make a computer algebra system burn time or memory, against a formula."""
     assert len(BOMBS) == 43
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for bomb in BOMBS:
+    for bomb in BOMBS[third::3]:
+        gold = next((formula for sign, formula in OPEN_GOLDS.items() if sign in bomb), "x^2+y")
+        assert not is_finished(bomb, "x^2+y") or gold == "x^2+y"
         children = resource.getrusage(resource.RUSAGE_CHILDREN)
         started = time.monotonic()
-        assert judged(maths, "x^2+y", bomb) in (None, 0.0)
+        assert judged(maths, gold, bomb) in (None, 0.0)
         assert time.monotonic() - started < 60
         assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - children.ru_utime < 60
         assert judged(maths, "x+1", "1+x") == 1.0

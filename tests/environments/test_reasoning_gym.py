@@ -2,17 +2,35 @@
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from importlib import metadata
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import scorers_kit
 
+from environments import reasoning_gym_boxed
 from environments.base import Task
 from environments.reasoning_gym import ReasoningGym, survey
-from environments.reasoning_gym_survey import judge, runs_text
+from environments.reasoning_gym_boxed import FORMS
+from environments.reasoning_gym_survey import BOXED, judge
+from environments.reasoning_gym_worker import prepare
 from environments.registry import get_environment
-from protocol.errors import ConfigError, EnvironmentUnknown
+from protocol.errors import ConfigError, EnvironmentUnknown, SandboxError
 
 SEEDS = [hashlib.sha256(bytes([number])).digest() for number in range(4)]
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
+
+
+@pytest.fixture(scope="module")
+def worker():
+    """What draws items, in this process."""
+    return prepare()
 
 
 @pytest.fixture(scope="module")
@@ -24,15 +42,76 @@ def sums():
 
 def test_the_list_is_of_the_installed_release_and_whole():
     assert survey().release == metadata.version("reasoning-gym")
-    assert len(survey().allowed) + len(survey().excluded) == 106
-    assert not set(survey().allowed) & survey().excluded.keys()
+    kinds = [{*survey().allowed}, {*survey().boxed}, {*survey().excluded}]
+    assert sum(map(len, kinds)) == len(set.union(*kinds)) == 106
+    assert survey().boxed.items() <= BOXED.items()
 
 
-@pytest.mark.parametrize("task", ["countdown", "n_queens", "string_insertion", "polynomial_multiplication"])
-def test_tasks_whose_scorer_runs_text_are_refused_with_the_reason(task):
-    """Attack: an answer that is code; these scorers hand it to eval."""
-    with pytest.raises(ConfigError, match="may not be used: its scorer may run what a policy wrote"):
-        get_environment("reasoning-gym", parameters={"task_name": task})
+@pytest.fixture(scope="module")
+def countdown():
+    environment = ReasoningGym(task_name="countdown", tags=False)
+    yield environment
+    environment.close()
+
+
+@linux
+def test_a_scorer_that_evaluates_text_runs_in_a_box(countdown):
+    """Attack: answers that are code, for the node, for the verdict, or for what the scorer knows."""
+    task = countdown.task(SEEDS[0])
+    right = task.data["answer"]
+    refused = [
+        "__import__('os').write(3, b'v1.0') or __import__('os')._exit(0)",
+        "().__class__.__bases__[0].__subclasses__()",
+        "entry",
+        "S('1')",
+        "x.free_symbols",
+        "[1]",
+        "1 .real",
+        "1.5.real",
+        "(" * 500,
+        "",
+    ]
+    rewards = countdown.rewards([(task, text) for text in (right, f" {right} ", *refused)])
+    assert [reward.value for reward in rewards] == [1.0, 1.0] + [0.0] * len(refused)
+    assert not countdown.repeatable
+
+
+@linux
+@pytest.mark.long
+@pytest.mark.parametrize("bomb", ["9**9**9**9**9**9**9", "(" * 300, "sqrt(" * 70 + "2" + ")" * 70])
+def test_a_formula_that_takes_for_ever_is_ended_and_the_next_is_scored(countdown, bomb):
+    """Attack: towers of powers for the parser."""
+    task = countdown.task(SEEDS[0])
+    assert countdown.reward(task, bomb).value in (0.0, None)
+    assert countdown.reward(task, task.data["answer"]).value == 1.0
+
+
+@linux
+@pytest.mark.parametrize("task", [pytest.param(each, marks=pytest.mark.long) for each in survey().boxed])
+def test_every_boxed_task_pays_its_own_answer_and_no_other(task):
+    environment = ReasoningGym(task_name=task, tags=False)
+    tasks = [environment.task(seed) for seed in SEEDS]
+    right = [(each, each.data["answer"]) for each in tasks]
+    wrong = [(each, text) for each in tasks for text in ("", "entry", "oracle_answer", "answer", "7", "[]")]
+    rewards = environment.rewards([*right, *wrong])
+    environment.close()
+    assert [reward.value for reward in rewards] == [1.0] * len(right) + [0.0] * len(wrong)
+
+
+@pytest.mark.parametrize(
+    "task", [each if each == "countdown" else pytest.param(each, marks=pytest.mark.long) for each in survey().boxed]
+)
+def test_right_answers_have_the_form_that_is_evaluated(task, worker):
+    for number in range(20):
+        drawn = worker({"task": task, "config": {}, "seed": number})
+        assert FORMS[survey().boxed[task]].fullmatch(drawn["answer"]), drawn["answer"]
+
+
+def test_without_the_sandbox_a_task_that_needs_it_refuses(countdown, sums, monkeypatch):
+    monkeypatch.setattr(reasoning_gym_boxed, "establish", Mock(side_effect=SandboxError("no box", hint="a kernel")))
+    with pytest.raises(SandboxError, match="no box"):
+        countdown.require_machine()
+    sums.require_machine()
 
 
 @pytest.mark.parametrize(
@@ -72,15 +151,24 @@ def test_a_worker_that_cannot_work_cannot_tell():
 
 
 def test_the_survey_sees_a_scorer_that_runs_text():
-    class Plain:
-        def score_answer(self, answer, entry):
-            return float(answer == entry)
-
-    assert runs_text(Plain) == ""
+    """Attack: scorers of a new release that hand text to eval, openly, by a helper, or so that no reading shows it."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, scorers_kit.__file__], capture_output=True, text=True, timeout=120, env=environment, check=True
+    )
+    assert json.loads(done.stdout) == {
+        "Plain": "",
+        "Open": "its scorer may run what a policy wrote: score_answer calls eval",
+        "Helped": "its scorer may run what a policy wrote: helper calls parse_expr",
+        "Hidden": "its scorer compiles what a policy wrote",
+        "Literal": "",
+    }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("task", ["n_queens", "word_ladder", "chain_sum", "propositional_logic"])
+@pytest.mark.parametrize(
+    "task", ["n_queens", "polynomial_multiplication", "word_ladder", "chain_sum", "propositional_logic"]
+)
 def test_the_survey_finds_the_same_again(task):
     assert judge(task) == survey().excluded.get(task, "")
 

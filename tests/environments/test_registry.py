@@ -5,7 +5,7 @@ import hashlib
 import msgspec
 import pytest
 
-from environments.base import RIGHT
+from environments.base import RIGHT, environment_digest
 from environments.registry import (
     BUILT_IN,
     DATA_FILE,
@@ -74,6 +74,26 @@ def test_refuses_an_environment_with_another_digest():
     assert get_environment("sort-digits", digest=right).digest == right
     with pytest.raises(EnvironmentUnknown, match="not the one this run uses"):
         get_environment("sort-digits", digest=bytes(32))
+
+
+def test_another_release_of_what_is_required_gives_another_digest(monkeypatch):
+    """Attack, or an accident: a node whose library judges otherwise."""
+    found = {}
+    environment = get_environment("sort-digits")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: found[name])
+    monkeypatch.setattr(type(environment), "requires", ("some-library",))
+    digests = []
+    for release in ("1.0", "1.1"):
+        found["some-library"] = release
+        digests.append(environment.digest)
+    assert digests[0] != digests[1]
+    assert environment_digest("x", 1, {}, requires={"a": "1"}) != environment_digest("x", 1, {}, requires={"a": "2"})
+
+
+def test_what_need_not_repeat_itself_has_another_digest():
+    assert environment_digest("x", 1, {}, repeatable=False) != environment_digest("x", 1, {})
+    assert not get_environment("code").repeatable
+    assert get_environment("sort-digits").repeatable
 
 
 def test_names_are_those_of_the_environments():

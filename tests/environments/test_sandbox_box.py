@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -292,7 +293,7 @@ class Weakened(Isolation):
     def settings(self, spec):
         changes = {
             "no filter": {"filter": ALLOW_ALL},
-            "all files": {"readable": ["/"], "needs_landlock": False},
+            "all files": {"readable": ["/"], "listed": [], "needs_landlock": False},
             "no limits": {"limits": {}},
         }
         return super().settings(spec) | changes[self.hole]
@@ -315,6 +316,38 @@ def test_the_canary_finds_a_hole(kind, hole, found, open_box):
     box = open_box(Weakened(whole.kind, whole.interpreter, whole.bwrap, hole=hole))
     with pytest.raises(BoxError, match=f"isolation does not hold: a program could .*{found}"):
         prove_isolation(box)
+
+
+@pytest.mark.skipif(not find_bwrap(), reason="bubblewrap is not installed")
+def test_bubblewrap_unshares_everything():
+    command = hostile.isolation_of(Kind.BUBBLEWRAP).command(BoxSpec(limits=LIMITS))
+    wanted = {"--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"}
+    assert wanted <= {*command}
+    assert "--unshare-user" in command or os.getuid() == 0
+
+
+@pytest.mark.skipif(not find_bwrap(), reason="bubblewrap is not installed")
+def test_without_landlock_installed_packages_are_still_out_of_sight(open_box):
+    whole = hostile.isolation_of(Kind.BUBBLEWRAP)
+    box = open_box(Weakened(whole.kind, whole.interpreter, whole.bwrap, hole="all files"))
+    packages = list(map(str, whole.interpreter.packages))
+    assert packages
+    printed = box.run_program(f"import os\nprint([os.listdir(path) for path in {packages}])").output.decode()
+    assert printed == f"{[[] for _ in packages]}\n"
+
+
+@pytest.mark.skipif(not find_bwrap(), reason="bubblewrap is not installed")
+def test_without_a_filter_there_is_still_no_network(open_box):
+    """Attack: a program that got around the seccomp filter; its namespace has one interface, and nobody behind it."""
+    whole = hostile.isolation_of(Kind.BUBBLEWRAP)
+    box = open_box(Weakened(whole.kind, whole.interpreter, whole.bwrap, hole="no filter"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        source = (
+            "import socket\nprint([name for _, name in socket.if_nameindex()])\n"
+            f"try: print(socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 9))\n"
+            "except OSError: print('BLOCKED')"
+        )
+        assert box.run_program(source).output == b"['lo']\nBLOCKED\n"
 
 
 def test_the_canary_is_held_by_both_kinds(isolation, open_box):

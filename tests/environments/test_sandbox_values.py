@@ -36,10 +36,17 @@ def test_values_come_back_as_they_were(value):
     assert typed(values.loads(values.dumps(value))) == typed(value)
 
 
+@given(VALUES)
+def test_what_is_encoded_passes_the_check_and_stays_as_it_is(value):
+    assert values.parse(values.dumps(value)) == json.loads(values.dumps(value))
+
+
 @given(st.binary() | st.text())
 def test_any_bytes_give_a_value_or_an_error(data):
     with contextlib.suppress(ValueError):
         values.loads(data)
+    with contextlib.suppress(ValueError):
+        values.parse(data)
 
 
 JSON = st.recursive(
@@ -53,20 +60,27 @@ JSON = st.recursive(
 
 @given(JSON)
 def test_any_json_gives_a_value_or_an_error(data):
-    with contextlib.suppress(ValueError):
-        values.loads(json.dumps(data))
+    """What the check lets through can be built."""
+    try:
+        encoded = values.parse(json.dumps(data))
+    except ValueError:
+        return
+    values.decode(encoded)
 
 
 @pytest.mark.parametrize(
     "text",
     ["[" * 100_000, "[" * 200 + "]" * 200, "9" * 10_000, "NaN", "Infinity", "{}", '{"a": 1}', '{"set": [[1]]}',
      '{"dict": [[1]]}', '{"dict": [[[1], 2]]}', '{"float": "1"}', '{"bytes": "zz"}', '{"bytes": 5}', '{"tuple": 5}',
-     '{"float": []}', "", "\ud800", b"\xff"],
+     '{"float": []}', "", "\ud800", b"\xff", '{"set": 5}', '{"dict": [[1, 2, 3]]}',
+     '{"set": [{"set": []}]}', '{"set": [{"tuple": [[]]}]}', '{"tuple": [], "set": []}'],
 )  # fmt: skip
 def test_hostile_texts_are_refused(text):
     """Attack: nesting, digits or objects meant to crash whoever reads a result."""
     with pytest.raises(ValueError):  # noqa: PT011
         values.loads(text)
+    with pytest.raises(ValueError):  # noqa: PT011
+        values.parse(text)
 
 
 def test_subclasses_count_as_what_they_extend():

@@ -1,4 +1,4 @@
-"""Tasksets of the verifiers package, in an interpreter of their own: the one that VERIFIERS_PYTHON names, if any."""
+"""Tasksets of the verifiers package, in an interpreter of their own: `make test-verifiers` makes it and names it."""
 
 import os
 
@@ -32,7 +32,7 @@ __all__ = ["Echo"]
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({}, "missing 1 required positional argument: 'taskset'"),
+        ({}, "the environment verifiers needs the parameter taskset"),
         ({"taskset": "../x"}, "parameter taskset"),
         ({"taskset": "x", "config": "[]"}, "config is a JSON object"),
         ({"taskset": "x", "tasks": 0}, "parameter tasks"),
@@ -51,7 +51,7 @@ def test_without_an_interpreter_that_has_it_the_variable_is_named(monkeypatch, t
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not INTERPRETER, reason="VERIFIERS_PYTHON is not set")
+@pytest.mark.skipif(not INTERPRETER, reason="VERIFIERS_PYTHON is not set; make test-verifiers sets it")
 def test_a_taskset_is_drawn_from_and_scored(tmp_path, monkeypatch):
     monkeypatch.setenv(PYTHON_VARIABLE, INTERPRETER)
     (tmp_path / "echo_words.py").write_text(TASKSET)
@@ -68,7 +68,7 @@ def test_a_taskset_is_drawn_from_and_scored(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not INTERPRETER, reason="VERIFIERS_PYTHON is not set")
+@pytest.mark.skipif(not INTERPRETER, reason="VERIFIERS_PYTHON is not set; make test-verifiers sets it")
 def test_a_taskset_that_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv(PYTHON_VARIABLE, INTERPRETER)
     spec = EnvironmentSpec(

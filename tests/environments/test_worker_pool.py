@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from environments.allowance import Allowance
 from environments.worker_pool import CouldNotTellError, FailedError, WorkerPool, bare_environment
 
 WORKER = """
@@ -24,7 +25,7 @@ def prepare():
                     while True: pass
                 except BaseException: return "swallowed"
             case ["in C"]: return sum(range(10 ** 12))
-            case ["memory"]: return len(bytearray(1 << 40))
+            case ["memory"]: return len(bytearray(1 << 30))
             case ["deep"]:
                 def down(): return down()
                 return down()
@@ -48,6 +49,17 @@ def pool():
     pool = WorkerPool(("-P", "-c", WORKER), deadline_s=20.0, size=1)
     yield pool
     pool.close()
+
+
+def test_an_allowance_is_charged_and_ends(pool):
+    """Attack: many answers that each use what one may."""
+    allowance = Allowance(cpu_s=0.2, wall_s=600.0)
+    first, second = pool.map([["swallow"], ["fine"]], allowance=allowance)
+    assert "limit of time" in str(first)
+    assert "CPU-seconds" in str(second)
+    late = Allowance(cpu_s=600.0, wall_s=0.0)
+    assert "more than 0 s" in str(pool.map([["fine"]], allowance=late)[0])
+    assert pool.map([["fine"]], allowance=Allowance(cpu_s=9.0, wall_s=600.0)) == [["fine"]]
 
 
 def test_answers_come_in_order(pool):

@@ -12,8 +12,10 @@ from node.inference.compute import RolloutWorker
 from node.validator.compute import Judge
 from protocol.identity import Identity
 from protocol.records import (
+    AdmissionSpec,
     BatchSpec,
     CheckSpec,
+    CreditSpec,
     EnvironmentSpec,
     Manifest,
     ModelSpec,
@@ -71,7 +73,8 @@ def make_manifest(policy=POLICY, **rollout) -> Manifest:
         trainer=ALICE,
         validators=(ALICE,),
         quorum=1,
-        admission="open",
+        admission=AdmissionSpec(),
+        credits=CreditSpec(maturity_steps=2),
         model=ModelSpec(
             architecture=digest(policy / "config.json"),
             tokenizer=digest(policy / "tokenizer.json"),

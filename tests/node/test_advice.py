@@ -23,6 +23,7 @@ REACHED = {"discovery": {"peers": [{}]}}
         ({}, "let it run"),
         ({"state": "waiting", "details": REACHED}, "it goes on by itself"),
         ({"state": "evicted", "rejected": {"toploc": 9}}, "verdict show last"),
+        ({"state": "evicted"}, "an honest node appeals: intellect-node appeal last"),
         ({"state": "finished"}, "the run is finished"),
         ({"state": "stopping"}, "leave --now"),
         (LONG, "nobody was reached yet: intellect-node doctor"),

@@ -9,15 +9,16 @@ from factories import make_tolerance
 from rich.console import Console
 from submission_kit import BFLOAT16, FLOAT32, POLICY, make_manifest
 
+from environments import registry
 from node.calibrate import FILE, LABELS, Plan, Quantity, calibrate, judge, plot, quantity, show
 from node.calibrate_compute import Calibrator
 from protocol.errors import ConfigError, DataDirError
 from protocol.records import Tolerance
 
 
-def measure(dtype, *, rollouts=20, batch=8, manifest=None):
-    manifest = manifest or make_manifest(max_new_tokens=40)
-    return Calibrator().measure(str(POLICY), msgspec.msgpack.encode(manifest), dtype, "cpu", batch, rollouts)
+def measure(dtype, *, rollouts=20, batch=8, manifest=None, engine="torch"):
+    manifest = msgspec.msgpack.encode(manifest or make_manifest(max_new_tokens=40))
+    return Calibrator().measure(str(POLICY), manifest, dtype, "cpu", batch, rollouts, engine=engine)
 
 
 def test_every_limit_is_measured():
@@ -36,6 +37,14 @@ def test_batches_of_one_and_of_many_measure_the_same_answers():
     alone, together = (measure("float32", batch=batch, rollouts=8) for batch in (1, 8))
     assert alone["tokens"] == together["tokens"]
     assert max(alone["values"]["max_logprob_error"]) < 1e-4
+
+
+def test_another_engine_is_measured_against_the_validators_own():
+    found = measure("float32", rollouts=4, engine="transformers")
+    assert found["engine"].startswith("transformers")
+    assert not found["rejected"]
+    with pytest.raises(ConfigError, match="no engine 'vlm'"):
+        measure("float32", engine="vlm")
 
 
 def test_what_validators_would_reject_is_told():
@@ -133,3 +142,16 @@ def test_what_cannot_be_calibrated_is_named(tmp_path):
 def test_quantities_survive_being_stored():
     found = quantity("max_margin", np.linspace(0, 1, 50).tolist(), make_tolerance())
     assert msgspec.json.decode(msgspec.json.encode(found), type=Quantity) == found
+
+
+def test_answers_of_several_turns_are_measured_turn_by_turn(monkeypatch):
+    """What a validator will check is what is measured: later turns too, with their own noise and proofs."""
+    monkeypatch.setattr(registry, "BUILT_IN", {**registry.BUILT_IN, "row-after-row": "turns_kit:RowAfterRow"})
+    manifest = make_manifest(max_new_tokens=10)
+    manifest = msgspec.structs.replace(
+        manifest, environment=registry.specify(registry.get_environment("row-after-row"))
+    )
+    found = measure("float32", rollouts=8, manifest=manifest)
+    assert found["rollouts"] > 8, "turns count one by one"
+    assert found["match"] == 1.0
+    assert not found["rejected"]

@@ -179,6 +179,9 @@ async def test_evicted_contributors_are_not_waited_for(world: World) -> None:
     await world.hear(bad, make_verdict(bad, outcome="reject", hard=True, reason="seed: another"), rest)
     assert world.collector.pending(0) == 0
     assert world.collector.has_all()
+    await world.hear(make_verdict(rest, outcome="reject", hard=True, reason="seed: another"))
+    await world.hear(make_verdict(rest, outcome="reject", hard=True, reason="seed: another"))
+    assert world.collector.has_all(), "a second relay repeats what the ledger does not take from somebody evicted"
 
 
 async def test_stale_rollouts_are_counted_and_deleted_and_never_in_a_batch(world: World) -> None:

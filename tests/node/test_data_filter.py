@@ -1,7 +1,9 @@
 """Choosing tasks by how often a policy solves them."""
 
 import pytest
+from turns_kit import RowAfterRow
 
+from environments import registry
 from environments.sort_digits import SortDigits
 from node.data_filter import Plan, filter_tasks, keep_band
 from node.data_filter_compute import Solver
@@ -81,3 +83,17 @@ def test_unknown_names_are_refused_before_anything_is_started(tmp_path):
         filter_tasks(Plan(out=tmp_path / "p", prompts=8, environment="sort-digits", model="nosuch"), print)
     with pytest.raises(ConfigError, match="there is no directory"):
         filter_tasks(Plan(out=tmp_path / "a" / "p", prompts=8, environment="sort-digits", model="sort-digits"), print)
+
+
+def test_answers_of_several_turns_are_played_to_their_end(monkeypatch):
+    """And each task's answers have noise of their own, whatever other tasks are in the call."""
+    monkeypatch.setattr(registry, "BUILT_IN", {**registry.BUILT_IN, "row-after-row": "turns_kit:RowAfterRow"})
+    solver = Solver(TorchEngine(max_batch=64))
+    subject = {"model_dir": str(POLICY), "samples": 4, "temperature": 1.0, "max_new_tokens": 10, "seed": "test"}
+    solver.open({"environment": {"name": "row-after-row"}, **subject})
+    played = solver.solve(0, 8)
+    assert solver.solve(4, 4)["tasks"] == played["tasks"][4:]
+    monkeypatch.setattr(RowAfterRow, "max_turns", 1)
+    once = solver.solve(0, 8)
+    assert played["tokens"] > 1.5 * once["tokens"]
+    assert played["tasks"] != once["tasks"]

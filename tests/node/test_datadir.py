@@ -31,7 +31,7 @@ def test_a_second_node_is_told_who_holds_the_directory(tmp_path):
         with pytest.raises(DataDirError) as caught, DataDir(tmp_path):
             pass
         assert f"process {other.pid}" in caught.value.message
-        assert str(other.pid) in caught.value.hint
+        assert f"intellect-node leave --data-dir {tmp_path}" in caught.value.hint
         other.kill()
     with DataDir(tmp_path):
         pass

@@ -174,6 +174,18 @@ def test_an_update_equals_a_load(engine, name, next_dir):
     assert updated == loaded != before
 
 
+def test_an_update_reaches_an_output_projection_that_is_the_embedding(name, tmp_path):
+    """An engine may hold a copy of the embedding in another order for it, which is easily left as it was."""
+    requests = make_requests(8)
+    first, other = (write_model(build_model("qwen2-tied", seed=seed), tmp_path / str(seed)) for seed in (0, 7))
+    with closing(make_engine(name, first)) as engine:
+        before = engine.generate(requests, SAMPLING)
+        engine.update(other)
+        updated = engine.generate(requests, SAMPLING)
+    with closing(make_engine(name, other)) as fresh:
+        assert updated == fresh.generate(requests, SAMPLING) != before
+
+
 def test_a_patched_checkpoint_equals_the_whole_one(engine, model_dir, tmp_path):
     """As SHARDCAST brings it: the few values that a step changed, put over the weights before."""
     requests = make_requests(8)

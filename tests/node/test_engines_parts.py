@@ -1,7 +1,9 @@
 """Parts of the torch engine: products, noise on a device, proofs in a thread, the registry, checks of a model."""
 
+import shutil
 import sys
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,8 +23,6 @@ from node.engines.torch_engine import TorchEngine
 from protocol.errors import ConfigError, ModelError
 from protocol.sampling import gumbel_rows
 from protocol.toploc import bf16_patterns, build_proofs
-
-TOKENIZER = Tokenizer(POLICY).sha256
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -91,18 +91,30 @@ def test_only_vllm_shares_a_policy_between_devices(monkeypatch):
 
 def test_a_model_is_the_run_s():
     spec = make_manifest().model
-    check_model(POLICY, spec, tokenizer_sha256=TOKENIZER)
+    check_model(Tokenizer(POLICY), spec)
     with pytest.raises(ModelError, match=r"tokenizer\.json is not the one"):
-        check_model(POLICY, spec, tokenizer_sha256=bytes(32))
+        check_model(Tokenizer(POLICY), msgspec.structs.replace(spec, tokenizer=bytes(32)))
 
 
 def test_another_architecture_than_the_run_s_is_refused(tmp_path):
     other = write_model(build_model("llama"), tmp_path)
+    shutil.copy(POLICY / "tokenizer.json", other)
+    tokenizer = Tokenizer(other)
     with pytest.raises(ModelError, match=r"config\.json is not the one .*another architecture") as caught:
-        check_model(other, make_manifest().model, tokenizer_sha256=TOKENIZER)
+        check_model(tokenizer, make_manifest().model)
     assert "fetch it again" in caught.value.hint
-    with pytest.raises(ModelError, match="cannot read"):
-        check_model(tmp_path / "none", make_manifest().model, tokenizer_sha256=TOKENIZER)
+    (other / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        check_model(Tokenizer(other), make_manifest().model)
+
+
+def test_a_policy_that_is_held_needs_its_directory_no_more(tmp_path):
+    """A node removes old policies from its disk while their last submissions are still being made or judged."""
+    for name in ("tokenizer.json", "config.json"):
+        shutil.copy(POLICY / name, tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    shutil.rmtree(tmp_path)
+    check_model(tokenizer, make_manifest().model)
 
 
 def test_other_weight_formats_are_named(tmp_path):

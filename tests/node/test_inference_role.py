@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from node.inference.outbox import Outbox
 from node.inference.role import HeldPolicy, InferenceParts, InferenceRole
 from node.status import StatusBoard
 from protocol.envelope import Signed
+from protocol.errors import ComputeError
 from protocol.identity import Identity
 from protocol.records import Head
 
@@ -25,6 +28,7 @@ class FakeSwarm:
 
     def __init__(self, **head: Any) -> None:
         self.manifest = MANIFEST
+        self.clients: list[Any] = []
         self._changed = trio.Event()
         self._sequence = 0
         self.head = self.say(**head)
@@ -125,6 +129,50 @@ async def test_an_older_policy_that_the_run_takes_is_used_by_one_that_used_no_ne
     made, _ = start(FakeSwarm(step=3, checkpoint_step=3, oldest_checkpoint_step=1), FakePolicies(1, 2))
     with trio.fail_after(60):
         assert await made.receive() == (3, 0, 2)
+
+
+class Leased(FakePolicies):
+    """Knows which policies are in use."""
+
+    def __init__(self, *steps: int) -> None:
+        super().__init__(*steps)
+        self.in_use: list[bytes] = []
+
+    @contextmanager
+    def kept(self, checkpoint: bytes) -> Iterator[Path | None]:
+        if checkpoint[0] not in self.steps:
+            yield None
+            return
+        self.in_use.append(checkpoint)
+        try:
+            yield Path()
+        finally:
+            self.in_use.remove(checkpoint)
+
+
+async def test_a_policy_stays_on_the_disk_until_a_submission_is_made(autojump_clock, tmp_path, outbox) -> None:
+    """It is read again after it was loaded; and one that was dropped meanwhile is left for a newer one."""
+    policies, asked = Leased(3), []
+
+    class Compute:
+        restarts = 0
+
+        async def call(self, method: str, **options: object) -> None:
+            asked.append((method, list(policies.in_use)))
+            if method == "generate":
+                raise ComputeError("enough was seen")
+
+    swarm: Any = FakeSwarm(step=3, checkpoint_step=3)
+    board = StatusBoard(role="inference", peer_id=ALICE.peer_id, run="test")
+    feeds: Any = SilentFeeds()
+    others: Any = (policies, Compute())
+    role = InferenceRole(InferenceParts(ALICE, swarm, *others, outbox, feeds, board, tmp_path / "work"))
+    held = bytes([3]) * 32
+    assert await role.generate(3, 0, HeldPolicy(3, held, Path())) is None
+    assert asked == [("load", [held]), ("generate", [held])]
+    assert policies.in_use == []
+    assert await role.generate(3, 0, HeldPolicy(2, bytes([2]) * 32, Path())) is None
+    assert len(asked) == 2
 
 
 class Slow(InferenceRole):

@@ -55,7 +55,7 @@ def test_one_signal_and_its_end_is_told(start, tmp_path):
     leave(tmp_path, now=False, timeout_s=30, say=said.append)
     assert child.wait(10) == 11
     assert said[0].startswith(f"process {child.pid} was asked to leave")
-    assert said[-1] == "it has left; it was stopping: handing in finished rollouts"
+    assert said[-1] == "it has left, as it was asked to"
 
 
 def test_now_is_a_second_signal(start, tmp_path):

@@ -15,10 +15,15 @@ from factories import (
     OPERATOR,
     RELAY,
     VALIDATOR,
+    make_admission,
+    make_answer,
+    make_appeal,
     make_batch,
     make_eviction,
     make_head,
+    make_invite,
     make_manifest,
+    make_reinstatement,
     make_submission,
     make_trained,
     make_verdict,
@@ -41,8 +46,9 @@ from protocol.envelope import Signed, seal
 from protocol.errors import AuditError
 from protocol.identity import Identity
 from protocol.ledger import LedgerState, next_tip, open_entry
-from protocol.records import BatchSpec, CheckpointFile, CheckpointManifest, Draw, Head, Manifest
+from protocol.records import AdmissionSpec, BatchSpec, CheckpointFile, CheckpointManifest, Draw, Head, Manifest
 from protocol.rollouts import Rollout, write_rollouts
+from protocol.work import work_holds
 
 ALICE, BOB = Identity.from_phrase("alice"), Identity.from_phrase("bob")
 MANIFEST = sealed(make_manifest(), OPERATOR)
@@ -66,6 +72,10 @@ def export(
 
 def audited(directory: Path, *, processes: int = 0) -> Report:
     return audit_material(find_material(directory), say=lambda _: None, processes=processes)
+
+
+def audited_again(directory: Path, *, samples: int) -> Report:
+    return audit_material(find_material(directory), say=lambda _: None, samples=samples)
 
 
 def head_at(entries: Sequence[bytes], **changes: Any) -> Signed[Head]:
@@ -286,10 +296,93 @@ def test_balance_that_the_verdicts_do_not_give_is_a_breach() -> None:
     """The rules and the audit's own books must agree; here the rules were wrong."""
     audit = Audit(MANIFEST)
     for number, data in enumerate(honest()):
-        audit.take(Checked(number, data, None))
-    audit.state.contributors[ALICE.peer_id].credits += 1
+        audit.take(Checked(number, data, open_entry(data), None))
+    audit.state.contributors[ALICE.peer_id].balance.mature += 1
     audit.finish()
     assert audit.breaches.counts == {"balance": 1}
+
+
+# Admissions, appeals and reinstatements.
+
+ERIN, FRANK = Identity.from_phrase("erin"), Identity.from_phrase("frank")
+INVITING = sealed(
+    make_manifest(
+        validators=(ERIN.peer_id.public_key, FRANK.peer_id.public_key),
+        admission=AdmissionSpec(kind="invite", work_bits=1),
+    ),
+    OPERATOR,
+)
+
+
+def admission(who: Identity, number: int, **changes: Any) -> bytes:
+    invite = make_invite(INVITING.id, number).data
+    return make_admission(who, INVITING.id, **({"bits": 1, "invite": invite} | changes)).data
+
+
+def wronged() -> list[bytes]:
+    """Alice is evicted by erin, appeals, is judged by frank and comes back, with work that is mature by then."""
+    run = INVITING.id
+    work = [make_submission(ALICE, run, index=index) for index in (0, 1)]
+    bad = make_verdict(work[1], by=ERIN, outcome="reject", hard=True, reason="toploc: another model")
+    appeal = make_appeal(ALICE, bad)
+    answer = make_answer(work[1], appeal, by=FRANK)
+    others = [make_submission(BOB, run, index=index) for index in (0, 1)]
+    entries = [admission(ALICE, 0), admission(BOB, 1), work[0].data, make_verdict(work[0], by=ERIN).data]
+    entries += [work[1].data, bad.data, make_eviction(bad), appeal.data]
+    entries += [data for one in others for data in (one.data, make_verdict(one, by=ERIN).data)]
+    entries += [make_batch(run, 0, others), make_trained(run, 0)]
+    return [*entries, answer.data, make_reinstatement(answer, appeal).data]
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_who_was_wronged_and_came_back_is_no_breach(tmp_path: Path, processes: int) -> None:
+    entries = wronged()
+    report = audited(export(tmp_path / "run", entries, INVITING), processes=processes)
+    assert (report.clean, report.breaches, report.appeals) == (True, [], {"granted": 1})
+    alice = next(row for row in report.contributors if row["peer_id"] == str(ALICE.peer_id))
+    assert (alice["standing"], alice["mature"], alice["maturing"], alice["restored"]) == ("active", 0, 80, 80)
+    assert (report.entries["admission"], report.entries["reinstatement"], report.forfeited) == (2, 1, 0)
+
+
+def test_forfeits_that_stand_are_reported(tmp_path: Path) -> None:
+    report = audited(export(tmp_path / "run", wronged()[:-1], INVITING))
+    assert (report.clean, report.forfeited) == (True, 80)
+
+
+def test_flat_memory_keeps_what_appeals_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.ledger.scratch.HOT", 1)
+    monkeypatch.setattr("node.ledger.scratch.COLD_AT_ONCE", 1)
+    assert audited(export(tmp_path / "run", wronged(), INVITING)).clean
+
+
+def forged_invite() -> bytes:
+    return make_admission(ALICE, INVITING.id, bits=1, invite=make_invite(INVITING.id).data[:-1] + b"\0").data
+
+
+def no_work() -> bytes:
+    tries = (number.to_bytes(8, "big") for number in range(99))
+    return next(nonce for nonce in tries if not work_holds(ALICE.peer_id, INVITING.id, nonce, bits=1))
+
+
+@pytest.mark.parametrize(
+    ("number", "entry", "kind"),
+    [
+        (0, forged_invite(), "signature"),
+        (0, admission(ALICE, 0, nonce=no_work()), "work"),
+        (0, admission(ALICE, 0, invite=make_invite(INVITING.id, by=BOB).data), "invite"),
+        (1, admission(BOB, 0), "invite-spent"),
+        (13, make_reinstatement(make_verdict(make_submission(ALICE, INVITING.id), by=ERIN), make_appeal(
+            ALICE, make_verdict(make_submission(ALICE, INVITING.id), by=ERIN))).data, "no-ground"),
+    ],
+    ids=["forged-invite", "no-work", "invite-by-another", "spent", "reinstated-for-nothing"],
+)  # fmt: skip
+def test_false_memberships_are_breaches(tmp_path: Path, number: int, entry: bytes, kind: str) -> None:
+    """A trainer takes in friends that the rules keep out."""
+    entries = wronged()
+    entries[number] = entry
+    report = audited(export(tmp_path / "run", entries, INVITING))
+    assert report.breaches[0].kind == kind
+    assert report.breaches[0].entry == number
 
 
 # Silent groups.
@@ -357,8 +450,10 @@ def test_ledger_show_mine_and_export(tmp_path: Path) -> None:
     shown = json.loads(run_cli("ledger", "show", "--from", directory, "--json").stdout)
     assert [row["credits"] for row in shown["contributors"]] == [80, 0]
     table = run_cli("ledger", "show", "--from", directory, "--csv").stdout.splitlines()
-    assert table[0] == "rank,peer_id,standing,credits,accepted,rejected,reasons,reason"
-    assert table[2].endswith(",evicted,0,1,1,toploc 1,toploc: another model")
+    assert table[0] == (
+        "rank,peer_id,standing,credits,mature,maturing,forfeited,restored,accepted,rejected,reasons,reason"
+    )
+    assert table[2].endswith(",evicted,0,0,0,40,0,1,1,toploc 1,toploc: another model")
     mine = json.loads(run_cli("ledger", "mine", "--from", directory, "--peer", ALICE.peer_id, "--json").stdout)
     assert [(row["state"], row["credits"], row["used_in"]) for row in mine["submissions"]] == [
         ("accepted", 40, 0),

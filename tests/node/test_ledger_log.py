@@ -6,17 +6,18 @@ import errno
 import os
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from factories import make_manifest, make_submission, make_verdict
+from factories import make_admission, make_manifest, make_submission, make_verdict
 
 from node.ledger.log import LedgerLog
 from node.ledger.segments import read_segments
 from protocol.errors import DataDirError, LedgerError, ProtocolError
 from protocol.identity import Identity
 from protocol.ledger import LedgerState, next_tip, open_entry
+from protocol.records import AdmissionSpec
 from protocol.segments import segment_hash, split_segment
 
 RUN = b"r" * 32
@@ -261,3 +262,18 @@ def test_damaged_single_file_stays_as_it_is(tmp_path: Path, entries: list[bytes]
     single_file(path, [entries[0], b"garbage", *entries[1:]])
     with pytest.raises(DataDirError, match="damaged at entry 1"), opened(path):
         pass
+
+
+def test_proofs_of_work_are_checked_when_they_come_and_not_at_every_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node of a run with a thousand contributors would otherwise start for a minute."""
+    tries: list[bytes] = []
+    monkeypatch.setattr("protocol.work.work_hash", lambda _, __, nonce: tries.append(nonce) or bytes(32))
+    manifest = make_manifest(admission=AdmissionSpec(work_bits=1))
+    first = [make_admission(Identity.from_phrase(name), RUN).data for name in ("alice", "bob")]
+    for made, expected in ((first, 2), ([], 0), ([make_admission(Identity.from_phrase("carol"), RUN).data], 1)):
+        tries.clear()
+        with closing(LedgerLog(tmp_path / "ledger", LedgerState(RUN, manifest), segment_bytes=SMALL)) as ledger:
+            ledger.append(made)
+        assert len(tries) == expected

@@ -5,6 +5,7 @@ import io
 import pytest
 import trio
 
+from node.logs import LineFormatter
 from node.narrator import Story, TerminalLine, bar, narrate, present, progress_text
 from node.progress import DownloadProgress
 from node.status import StatusBoard
@@ -36,7 +37,7 @@ def test_each_milestone_is_told_once(board):
     board.details(first_accepted={**first, "submission": "0123456789abcdef"})
     (line,) = told(story, board)
     assert "first work accepted: 32 rollouts of step 4" in line
-    assert "kept in /d/outbox.sqlite; show it: intellect-node verdict show 0123456789ab" in line
+    assert "kept in /d/outbox.sqlite; show it: intellect-node verdict show 0123456789ab --data-dir /d" in line
     board.state("finished", "the run is finished")
     assert told(story, board) == ["finished: the run is finished"]
     assert told(story, board) == []
@@ -57,9 +58,22 @@ def test_later_policies_are_everyday_life(board):
 def test_a_wait_says_for_what_and_since_when(board):
     board.waiting("a relay")
     status = board.snapshot() | {"now_ms": 60_000 + 95_000}
-    assert present(status) == "waiting for a relay (95 s); 0 accepted, 0 pending"
+    assert present(status) == "waiting for 95 s: a relay; 0 accepted, 0 pending"
     board.working("generating")
-    assert present(board.snapshot()) == "generating (0 s); 0 accepted, 0 pending"
+    assert present(board.snapshot()) == "working for 0 s: generating; 0 accepted, 0 pending"
+
+
+def test_since_when_is_seen_on_a_narrow_terminal(board):
+    board.waiting("the run's manifest; 0 of 1 bootstrap peers connected; 203.0.113.7: no answer")
+    out = io.StringIO()
+    TerminalLine(out, columns=lambda: 40).show(present(board.snapshot() | {"now_ms": 60_000 + 95_000}))
+    assert out.getvalue() == "waiting for 95 s: the run's manifest; 0"
+
+
+def test_the_line_to_join_with_is_told(board, bob):
+    line = f"intellect-node --role inference --run {bob.peer_id}/demo@/dnsaddr/swarm.example"
+    board.details(join=line)
+    assert told(Story(), board) == [f"others join with: {line}"]
 
 
 def test_a_download_says_bytes_rate_relays_and_time_left(board, alice, bob):
@@ -103,8 +117,19 @@ async def test_long_waits_are_logged_where_there_is_no_terminal(autojump_clock, 
     with trio.move_on_after(130):
         await narrate(board, None)
     lines = [record.message for record in caplog.records if record.name == "node.narrator"]
-    assert [line.split("(")[1].split(")")[0] for line in lines] == ["30 s", "60 s", "2 min"]
-    assert all(line.startswith("still waiting for a relay") for line in lines)
+    waits = ("30 s", "60 s", "2 min")
+    assert lines == [f"still waiting for {wait}: a relay; 0 accepted, 0 pending" for wait in waits]
+
+
+async def test_the_line_to_join_with_is_logged_whole(autojump_clock, board, caplog, bob):
+    """Peer ids in logs are cut to what people compare; this one is to be copied."""
+    caplog.set_level("INFO")
+    line = f"intellect-node --role inference --run {bob.peer_id}/demo@/dnsaddr/swarm.example"
+    board.details(join=line)
+    with trio.move_on_after(1):
+        await narrate(board, None)
+    (record,) = [each for each in caplog.records if each.name == "node.narrator"]
+    assert f"others join with: {line}" in LineFormatter().format(record)
 
 
 async def test_a_terminal_ends_with_a_clean_line(autojump_clock, board):

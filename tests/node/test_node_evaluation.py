@@ -2,8 +2,11 @@
 
 import msgspec
 import pytest
+from turns_kit import RowAfterRow
 
+from environments import registry
 from environments.registry import get_environment
+from environments.sort_digits import SortDigits
 from node.engines.torch_engine import TorchEngine
 from node.eval_compute import Plan, evaluate_environment
 from node.run_create import manifest_from_recipe
@@ -94,3 +97,23 @@ def test_prompts_are_those_of_the_held_out_seed():
 def test_what_cannot_be_evaluated_is_named(changes, error, message):
     with pytest.raises(error, match=message):
         evaluate_environment(plan(**changes))
+
+
+def test_answers_of_several_turns_are_played_to_their_end(monkeypatch):
+    """An answer is judged by its last turn, and what the environment said is no token of the policy's."""
+    monkeypatch.setattr(registry, "BUILT_IN", {**registry.BUILT_IN, "row-after-row": "turns_kit:RowAfterRow"})
+    judged = []
+
+    def reward(self, task, completion):
+        judged.append(completion)
+        return SortDigits.reward(self, task, completion)
+
+    monkeypatch.setattr(RowAfterRow, "reward", reward)
+    played = evaluate_environment(plan(environment="row-after-row", max_new_tokens=10))
+    many = list(judged)
+    judged.clear()
+    monkeypatch.setattr(RowAfterRow, "max_turns", 1)
+    once = evaluate_environment(plan(environment="row-after-row", max_new_tokens=10))
+    assert len(many) == len(judged) == 64
+    assert many != judged, "what is judged is the last turn"
+    assert 1.5 * once.tokens < played.tokens < 3 * once.tokens

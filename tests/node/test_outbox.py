@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from factories import VALIDATOR, make_submission, make_verdict, sealed
+from factories import VALIDATOR, make_batch, make_submission, make_trained, make_verdict, receipt_of, sealed
 
 from node.inference.outbox import Outbox
+from node.receipts import kept_receipts, summary
 from node.verdict_show import find_verdicts
 from protocol.envelope import Signed
 from protocol.errors import DataDirError
@@ -58,6 +60,31 @@ def test_reasons_are_counted_by_their_name(tmp_path: Path, outbox: Outbox) -> No
     assert outbox.reasons() == {"sampling": 1, "stale-step": 1}
 
 
+def test_nothing_follows_a_refused_submission_of_its_step(tmp_path: Path, outbox: Outbox) -> None:
+    """The ledger takes a step's submissions by index: what were accepted behind a gap would wait there for ever."""
+    taken, late, behind, made_later = (make_submission(ALICE, RUN, index=index) for index in range(4))
+    other = make_submission(ALICE, RUN, step=1, checkpoint_step=1)
+    for number, one in enumerate((taken, late, behind, other)):
+        outbox.add(one, tmp_path / str(number))
+    outbox.received(taken.id, RELAY.peer_id, receipt(taken))
+    assert outbox.refused(late.id, "stale-step: too old")
+    assert outbox.has_refused(0)
+    assert not outbox.has_refused(1)
+    outbox.add(made_later, tmp_path / "later")
+    assert [one.id for one in outbox.ready()] == [other.id]
+    assert not outbox.is_ready(behind.id)
+    assert outbox.reasons() == {"stale-step": 1, "after-refused": 2}
+
+
+def test_one_relay_s_refusal_does_not_undo_another_s_receipt(tmp_path: Path, outbox: Outbox) -> None:
+    """It was offered to a second relay because nobody had judged it yet; the first still has it."""
+    submission = make_submission(ALICE, RUN)
+    outbox.add(submission, tmp_path / "0")
+    outbox.received(submission.id, RELAY.peer_id, receipt(submission))
+    assert not outbox.refused(submission.id, "stale-step: too old")
+    assert outbox.judged(make_verdict(submission))
+
+
 def test_undecided_can_still_be_accepted(tmp_path: Path, outbox: Outbox) -> None:
     submission = make_submission(ALICE, RUN)
     outbox.add(submission, tmp_path / "0")
@@ -96,3 +123,63 @@ def test_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "outbox.sqlite").write_bytes(b"no database" * 100)
     with pytest.raises(DataDirError, match="outbox"):
         Outbox(tmp_path / "outbox.sqlite")
+
+
+# Several validators, appeals, and what proves use.
+
+CARL, DAVE = Identity.from_phrase("carl"), Identity.from_phrase("dave")
+
+
+def hand_in(outbox: Outbox, tmp_path: Path, index: int = 0) -> Any:
+    submission = make_submission(ALICE, RUN, index=index)
+    outbox.add(submission, tmp_path / "file")
+    return submission
+
+
+def test_one_verdict_of_two_settles_nothing(tmp_path: Path) -> None:
+    """A dishonest validator is the first to speak."""
+    outbox = Outbox(tmp_path / "outbox.sqlite", quorum=2)
+    work = hand_in(outbox, tmp_path)
+    assert not outbox.judged(make_verdict(work, outcome="reject", hard=True, reason="seed: made up"))
+    assert not outbox.judged(make_verdict(work, by=CARL))
+    assert outbox.judged(make_verdict(work, by=DAVE))
+    assert (outbox.count("accepted"), outbox.count("rejected")) == (1, 0)
+    assert len(outbox.verdicts(work.id)) == 3
+
+
+def test_answer_to_an_appeal_overturns_a_rejection(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path / "outbox.sqlite")
+    work = hand_in(outbox, tmp_path)
+    rejection = make_verdict(work, outcome="reject", reason="toploc: off")
+    outbox.judged(rejection)
+    assert [one.id for one in outbox.rejections(9)] == [rejection.id]
+    assert outbox.judged(make_verdict(work, by=CARL, appeal=b"a" * 32))
+    assert outbox.count("accepted") == 1
+    assert outbox.rejections(9) == []
+
+
+def test_receipts_of_every_station_are_kept_and_shown(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path / "outbox.sqlite")
+    first, second = hand_in(outbox, tmp_path), hand_in(outbox, tmp_path, 1)
+    outbox.received(first.id, RELAY.peer_id, receipt_of(first))
+    for work in (first, second):
+        outbox.judged(make_verdict(work))
+    assert outbox.unproved(9) == [second.id, first.id]
+    batch = make_batch(RUN, 0, [first])
+    outbox.keep_step(0, batch, b"", [first.id])
+    assert outbox.unproved(9) == [second.id, first.id]  # not yet trained
+    outbox.keep_step(0, batch, make_trained(RUN, 0), [first.id])
+    assert outbox.unproved(9) == [second.id]
+    row, other = kept_receipts(tmp_path)
+    assert (row["relay"], row["validators"]) == (str(RELAY.peer_id), [str(VALIDATOR.peer_id)])
+    assert (row["used_in"], row["trained"]) == (0, True)
+    assert (other["relay"], other["used_in"], other["trained"]) == ("", None, False)
+    assert "1 receipts of relays, 2 verdicts, 1 places in batches, of which 1 were trained" in summary([row, other])
+
+
+def test_batch_that_does_not_name_the_work_proves_nothing(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path / "outbox.sqlite")
+    work = hand_in(outbox, tmp_path)
+    outbox.judged(make_verdict(work))
+    outbox.keep_step(0, make_batch(RUN, 0, [make_submission(CARL, RUN)]), make_trained(RUN, 0), [work.id])
+    assert kept_receipts(tmp_path)[0]["used_in"] is None

@@ -195,3 +195,18 @@ def test_upload_that_ends_early_frees_its_room(store: RelayStore, tmp_path: Path
     assert files_under(tmp_path) == []
     with store.upload(submission_of(alice, CONTENT, size=900_000)):
         pass
+
+
+def test_who_waits_for_one_contributor_is_told_from_memory(
+    store: RelayStore, tmp_path: Path, alice: Identity, bob: Identity
+) -> None:
+    """A look at the disk for each of a thousand waiting polls at every submission of anybody would add up."""
+    assert (store.newest(), store.newest(alice.peer_id.public_key)) == (0, 0)
+    keep(store, submission_of(alice, CONTENT))
+    keep(store, submission_of(bob, CONTENT))
+    assert (store.newest(), store.newest(alice.peer_id.public_key)) == (2, 1)
+    store.add_verdict(make_verdict(submission_of(alice, CONTENT)))
+    assert (store.newest(alice.peer_id.public_key), store.newest(bob.peer_id.public_key)) == (3, 2)
+    again = RelayStore(tmp_path / "again", max_bytes=1 << 30)
+    assert again.newest(alice.peer_id.public_key) == 0
+    again.close()

@@ -130,6 +130,7 @@ def test_answers_must_fit_into_the_model(tmp_path):
         ("config.json", " " * (2 << 20), "larger than"),
         ("config.json", '{"eos_token_id": 2}', "vocab_size"),
         ("config.json", '{"vocab_size": true}', "vocab_size"),
+        ("config.json", '{"vocab_size": 9}', "does not say how many tokens the model takes.*max_position_embeddings"),
         ("generation_config.json", '{"eos_token_id": "</s>"}', "which token ends"),
         ("model.safetensors.index.json", '{"weight_map": {"a": "other.safetensors"}}', "other.safetensors is missing"),
         ("model.safetensors.index.json", "{}", "index is empty"),
@@ -170,3 +171,12 @@ def test_without_a_connection_the_hub_is_a_model_error(tmp_path, monkeypatch):
     with pytest.raises(ModelError, match="cannot be downloaded from Hugging Face") as caught:
         model_directory("example/no-such-model")
     assert "model.source" in caught.value.hint
+
+
+@pytest.mark.parametrize("field", ["n_positions", "max_seq_len", "seq_length"])
+def test_how_many_tokens_a_model_takes_is_read_whatever_it_is_called(model, field):
+    """GPT-2, MPT and BLOOM have names of their own for it."""
+    config = json.loads((model / "config.json").read_text())
+    del config["max_position_embeddings"]
+    (model / "config.json").write_text(json.dumps(config | {field: 77}))
+    assert model_spec(model).max_model_len == 77

@@ -46,6 +46,11 @@ def test_the_papers_two_runs(name, targets):
     assert "32,763,876,352 parameters" in text
     assert "65.5 GB" in text
     assert "458.7 GB" in text
+    assert "loading       49.1 GB on each GPU, 3.1 GB of the machine's memory" in text
+    assert "host memory   458.7 GB" in text
+    assert "fits a GPU of the size of B200" in text
+    assert "warning       batch.total_steps is a guess" in text
+    assert f"calibrate --recipe {name} --dtype bfloat16" in text
 
 
 @pytest.mark.parametrize(

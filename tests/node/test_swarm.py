@@ -26,7 +26,7 @@ from relay_world import (
 )
 
 from node.status import StatusBoard
-from node.swarm import MISDEEDS_TO_SHUN, Swarm
+from node.swarm import MISDEEDS_TO_SHUN, NEAR_RELAYS, Swarm
 from p2p.bridge import AioThread
 from p2p.http import HttpClient, msgpack_response
 from p2p.tokens import TokenMint
@@ -270,6 +270,28 @@ async def test_failed_relay_gets_a_rest(offline: Border, autojump_clock: Any) ->
         retried = swarm.choose_relay(avoid=CAROL.peer_id)
         assert retried is not None
         assert retried.peer_id == BOB.peer_id
+
+
+async def test_a_node_keeps_to_a_few_relays_of_many_and_leaves_those_that_fail(
+    offline: Border, autojump_clock: Any
+) -> None:
+    """With a poll at every relay, each of a thousand contributors would cost each of a hundred relays one."""
+    named = [Identity.from_phrase(f"relay {number}") for number in range(8)]
+    dht = FakeDht(*(make_advert(each, f"https://127.0.0.1:{port}") for port, each in enumerate(named, start=9)))
+    swarm = make_swarm(offline, dht, manifest=MANIFEST, follow_head=False)
+    async with running(swarm):
+        await until(lambda: len(swarm.clients) == 8)
+        near = [client.peer_id for client in swarm.near(ALICE.peer_id)]
+        assert near == [client.peer_id for client in swarm.near(ALICE.peer_id)]
+        assert len(near) == NEAR_RELAYS
+        assert len({tuple(c.peer_id for c in swarm.near(Identity.from_phrase(x).peer_id)) for x in "abcdef"}) > 1
+        swarm.failed(near[0])
+        others = [client.peer_id for client in swarm.near(ALICE.peer_id)]
+        assert others[:2] == near[1:]
+        assert len(others) == NEAR_RELAYS
+        for client in swarm.clients:
+            swarm.failed(client.peer_id)
+        assert len(swarm.near(ALICE.peer_id)) == NEAR_RELAYS  # better asked again than nobody
 
 
 async def test_dead_relay_is_left_for_another(border: Border, tmp_path: Path) -> None:

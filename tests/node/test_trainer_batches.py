@@ -9,17 +9,17 @@ import msgspec
 import pytest
 import trio
 import trio.testing
-from factories import OPERATOR, make_manifest, make_submission, make_verdict, sealed
+from factories import OPERATOR, make_manifest, make_submission, make_trained, make_verdict, sealed
 from test_trainer_role import FakeCollector, FakeStore, FakeSwarm
 
 from node.ledger.log import LedgerLog
 from node.status import StatusBoard
 from node.trainer.monitor import Monitor
 from node.trainer.role import TrainerParts, TrainerRole
-from protocol.envelope import Signed
+from protocol.envelope import Signed, open_envelope, seal
 from protocol.identity import Identity
 from protocol.ledger import LedgerState
-from protocol.records import BatchSpec, Manifest, Submission
+from protocol.records import Batch, BatchSpec, Manifest, Submission, Trained
 from trainer.metrics import MetricsLog
 
 ALICE = Identity.from_phrase("alice")
@@ -31,11 +31,12 @@ class Compute:
     """Trains whatever it is given, and remembers it."""
 
     def __init__(self) -> None:
+        self.opened = 0
         self.trained: list[dict[str, Any]] = []
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
         if method == "open":
-            return {"step": 0, "policy_dir": "/nowhere"}
+            return {"step": self.opened, "policy_dir": "/nowhere"}
         self.trained.append(params)
         return {"step": params["step"] + 1, "policy_dir": "/nowhere", "metrics": {"reward": 9.0, "loss": 0.5}}
 
@@ -70,7 +71,7 @@ class World:
     """A trainer of one step whose batch is 8 rollouts."""
 
     def __init__(self, directory: Path, **batch: Any) -> None:
-        spec = BatchSpec(rollouts_per_step=8, max_staleness=1, total_steps=1, **batch)
+        spec = BatchSpec(**{"rollouts_per_step": 8, "max_staleness": 1, "total_steps": 1} | batch)
         rollout = msgspec.structs.replace(make_manifest().rollout, max_submissions_per_step=16)
         self.run: Signed[Manifest] = sealed(make_manifest(batch=spec, rollout=rollout), OPERATOR)
         self.compute, self.reader, self.collector = Compute(), Reader(), Collector(directory)
@@ -94,11 +95,13 @@ class World:
         }
         self.role = TrainerRole(TrainerParts(**parts))
 
-    def hand_in(self, *files: tuple[float, ...]) -> None:
-        """Accepted submissions with these rewards."""
+    def hand_in(self, *files: tuple[float, ...], step: int = 0) -> None:
+        """Accepted submissions for a step, of its own policy, with these rewards."""
         for rewards in files:
-            index = self.ledger.state.next_index(ALICE.peer_id, 0)
-            submission: Signed[Submission] = make_submission(ALICE, self.run.id, index=index)
+            index = self.ledger.state.next_index(ALICE.peer_id, step)
+            submission: Signed[Submission] = make_submission(
+                ALICE, self.run.id, index=index, step=step, checkpoint_step=step
+            )
             self.reader.rewards[submission.id.hex()] = rewards
             self.ledger.append([submission.data, make_verdict(submission).data])
         self.collector.changed.set()
@@ -191,3 +194,32 @@ async def test_without_a_filter_a_short_batch_is_trained_at_the_deadline(tmp_pat
     for data in LedgerLog(tmp_path / "ledger", LedgerState(world.run.id, world.run.record)).entries(0, 100):
         replayed.apply(data)
     assert msgspec.structs.asdict(replayed.committed[0]) == msgspec.structs.asdict(entry)
+
+
+async def test_the_deadline_goes_on_over_a_restart(tmp_path: Path, clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that is started again and again must not keep a step open for ever.
+
+    The step opened 50 s before this start, when its oldest usable policy was there, and has 60 s.
+    """
+    world = World(tmp_path, total_steps=3, max_staleness=0, deadline_s=60.0, minimum_share=0.5)
+    world.hand_in(MIXED, MIXED)
+    opened_ms = 1_800_000_000_000
+    keys = tuple(world.ledger.state.usable(0))
+    batch = Batch(
+        run_id=world.run.id, step=0, submissions=keys, issued_at_ms=opened_ms - 90_000, ended="whole", silent=b""
+    )
+    trained = open_envelope(make_trained(world.run.id, 0), Trained).record
+    trained = msgspec.structs.replace(trained, issued_at_ms=opened_ms)
+    world.ledger.append([seal(batch, OPERATOR), seal(trained, OPERATOR)])
+    monkeypatch.setattr("node.trainer.role.now_ms", lambda: opened_ms + 50_000)
+    world.compute.opened = 1
+    world.hand_in(MIXED, step=1)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(world.role.run)
+        assert not await world.settled()
+        clock.jump(9.0)
+        assert not await world.settled()
+        clock.jump(1.5)
+        assert await world.settled()
+        nursery.cancel_scope.cancel()
+    assert world.ledger.state.committed[1].ended == "deadline"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import trio
+from processes_kit import in_two_processes
 from safetensors.torch import load_file
 
 from node.compute.process import ComputeProcess
@@ -16,6 +17,7 @@ from node.run_create import create_run
 from node.trainer.compute import TrainerCompute
 from protocol.errors import ComputeError, DataDirError, MalformedError, ModelError
 from protocol.identity import Identity
+from trainer.parallel import gather
 from trainer.recipe import ASSETS_DIR, RECIPES_DIR, load_recipe
 
 DEMO_POLICY = ASSETS_DIR / "sort-digits"
@@ -213,3 +215,39 @@ async def test_the_process_answers_the_nodes_calls(tmp_path):
             nursery.cancel_scope.cancel()
     assert answer["step"] == 1
     assert answer["metrics"]["reward"] == 0.5
+
+
+def test_only_the_first_of_several_processes_keeps_and_hashes_a_checkpoint(tmp_path, monkeypatch):
+    """What hashing and a whole copy cost is paid once, not by every process of the machine."""
+    hashed, kept = [], []
+
+    def counted(tensors, **options):
+        found = gather(tensors, **options)
+        kept.append(len(found))
+        return found
+
+    monkeypatch.setattr("trainer.state_dir.file_sha256", lambda path: hashed.append(path.name) or sha256(path))
+    for module in ("optimiser", "policy"):
+        monkeypatch.setattr(f"trainer.{module}.gather", counted)
+
+    def process(world):
+        compute = TrainerCompute(load_recipe("demo"), state_dir=tmp_path / "state", policy_dir=DEMO_POLICY, world=world)
+        if not compute.is_first:
+            with contextlib.suppress(RuntimeError):  # the first process is gone
+                compute.follow()
+            return hashed, kept
+        compute.open()
+        trained = compute.train(0, rollouts(0))
+        compute._loaded = None  # as after a failure: the next step begins from the disk
+        compute.train(1, rollouts(1))
+        return trained["metrics"]["loss"], sorted(set(hashed)), sum(kept)
+
+    (loss, files, count), (theirs, nothing) = in_two_processes(process, tmp_path)
+    assert {"model.safetensors", "optimiser.safetensors"} <= set(files)
+    assert theirs == []
+    assert count > 100
+    assert len(nothing) >= 4
+    assert sum(nothing) == 0
+    alone = TrainerCompute(load_recipe("demo"), state_dir=tmp_path / "alone", policy_dir=DEMO_POLICY)
+    alone.open()
+    assert loss == pytest.approx(alone.train(0, rollouts(0))["metrics"]["loss"], rel=1e-4)

@@ -11,9 +11,11 @@ from environments import registry
 from environments.base import Task, user_message
 from environments.calculator import Calculator
 from node.engines import turns
+from node.engines.assignment import Assignment, Work
+from node.engines.rewards import answer_rewards
 from node.engines.tokenizer import Tokenizer
 from protocol.errors import MalformedError, ModelError
-from protocol.rollouts import emitted_spans, read_rollouts, split_turns, write_rollouts
+from protocol.rollouts import Rollout, emitted_spans, read_rollouts, split_turns, write_rollouts
 from trainer.groups import assemble_batch
 
 GROUP = 4
@@ -95,6 +97,29 @@ def test_the_last_turn_is_judged(alice, installed):
         said = tokenizer.decode(one.output_ids[start:], stop_ids=stop_ids)
         digits = sorted(tokenizer.decode(one.prompt_ids).removeprefix("<bos>").strip("s="))
         assert one.reward == float(said == "".join(digits))
+
+
+def test_a_right_last_turn_is_paid_whatever_came_before_it(installed):
+    tokenizer = Tokenizer(POLICY)
+    task = installed.task(bytes(32))
+    right = "".join(sorted(task.text.strip("s=")))
+    first, reply, last = (
+        tokenizer._tokenizer.encode(text, add_special_tokens=False).ids for text in ("00", "s21=", right)
+    )
+    output_ids = [*first, 2, *reply, *last, 2]
+    rollout = Rollout(
+        prompt_index=0,
+        member=0,
+        prompt_ids=[3],
+        output_ids=output_ids,
+        logprobs=[0.0] * len(output_ids),
+        reward=0.0,
+        finish_reason="stop",
+        proofs=[b""],
+        turns=[0, len(first) + 1, len(first) + 1 + len(reply), len(output_ids)],
+    )
+    work = Work(bytes(32), installed, [Assignment(task, [3])], 1)
+    assert answer_rewards(work, tokenizer, [(0, rollout)]) == [1.0]
 
 
 def test_another_reply_than_the_environment_s_is_rejected(judge_changed, long):

@@ -78,6 +78,7 @@ class Swarm:
     """One step, and no relay near."""
 
     manifest = MANIFEST
+    clients = ()
 
     def __init__(self):
         self.head = make_head(MANIFEST.id, 1, collecting=True, step=1, checkpoint_step=1)
@@ -100,7 +101,7 @@ class Policies:
         return 1, bytes(32), Path()
 
     def kept(self, checkpoint):
-        return nullcontext()
+        return nullcontext(Path())
 
 
 class SilentFeeds:

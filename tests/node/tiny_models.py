@@ -34,6 +34,7 @@ _CONFIGS = {
     "qwen2": ("qwen2", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "qwen2-grouped": ("qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": False}),
     "qwen2-wide": ("qwen2", {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}),
+    "qwen2-tied": ("qwen2", {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "llama": ("llama", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
     "llama3-rope": ("llama", {"num_key_value_heads": 2, "rope_parameters": _LLAMA3, "head_dim": 32}),
     "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 24, "attention_bias": True}),

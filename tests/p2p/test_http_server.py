@@ -1,5 +1,6 @@
 """A server under attack: silent, slow and greedy peers, over TLS, while an honest client is served as ever."""
 
+import asyncio
 import hashlib
 import os
 import socket
@@ -98,14 +99,45 @@ async def test_silent_connections_make_room_for_a_neighbour_behind_the_same_addr
             await stream.aclose()
 
 
-async def test_connections_that_have_greeted_count_for_their_address(tmp_path):
-    """One address opens connections, greets on each, and asks for nothing, so that none is left for the others."""
-    async with serving(tmp_path, max_connections=5, max_connections_per_host=3) as served:
+@pytest.mark.parametrize(
+    "limits", [{"max_connections_per_host": 3}, {"max_connections": 3}], ids=lambda each: next(iter(each))
+)
+async def test_connections_that_greet_and_ask_nothing_make_room(tmp_path, limits):
+    """One address opens connections, greets on each, sends half a request, so that none is left for the others."""
+    async with serving(tmp_path, first_request_timeout_s=20, **limits) as served:
         held = [await served.tls() for _ in range(3)]
+        for stream in held:
+            await stream.send_all(b"GET /hello HTTP/1.1\r\nHost: x\r\n")
+        assert (await served.hello()).status == 200
+        await ended(held[0])
+
+
+async def test_half_a_request_has_a_deadline_of_its_own(tmp_path):
+    """Attack: a request that is never finished, on a server whose idle connections may stay for long."""
+    async with serving(tmp_path, first_request_timeout_s=0.2, idle_timeout_s=60) as served:
+        stream = await served.tls()
+        await stream.send_all(b"GET /hello HTTP/1.1\r\nHost: x\r\n")
+        await ended(stream)
+
+
+async def test_connections_that_are_served_count_for_their_address(tmp_path):
+    """One address has as many requests under way as it may: none of them makes way, however many more come."""
+
+    async def go_on(request):
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b"here it comes")
+            await asyncio.sleep(0.01)
+
+    async with serving(tmp_path, web.get("/long", go_on), max_connections=5, max_connections_per_host=2) as served:
+        held = [await served.tls() for _ in range(2)]
+        for stream in held:
+            await stream.send_all(b"GET /long HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert await stream.receive_some()
         with pytest.raises(RelayError):
             await served.hello()
-        for stream in held:
-            await stream.aclose()
+        await trio.aclose_forcefully(held.pop())
         while True:
             try:
                 assert (await served.hello()).status == 200

@@ -130,3 +130,22 @@ async def test_old_tls_is_refused(tmp_path):
             with pytest.raises((ssl.SSLError, ConnectionError)):
                 await aio.run(connect, address.port)
             nursery.cancel_scope.cancel()
+
+
+async def test_contacts_of_one_place_share_connections(tmp_path):
+    """A relay makes a new contact for the origin whenever it looks: each left an open connection behind."""
+    certificate = load_or_create_certificate(tmp_path)
+    ports = set()
+
+    async def note(request):
+        ports.add(request.transport.get_extra_info("peername")[1])
+        return msgpack_response("x")
+
+    with trio.fail_after(20):
+        async with AioThread() as aio, HttpClient(aio) as http, trio.open_nursery() as nursery:
+            server = HttpServer(aio, [web.get("/", note)], host="127.0.0.1", port=0, certificate=certificate)
+            url = (await nursery.start(server.run)).url
+            for token in ("first", "second", "third"):
+                await http.get(url, contact=Contact(CAROL, url, certificate.fingerprint, token=token))
+            nursery.cancel_scope.cancel()
+    assert len(ports) == 1

@@ -225,7 +225,7 @@ def test_any_interleaving_gives_one_state_or_named_refusals(order: list[int]) ->
             taken.append(POOL[number])
     used = [key for batch in state.batches.values() for key in batch]
     assert len(used) == len(set(used))
-    assert all(one.credits == 0 for one in state.contributors.values() if one.standing == "evicted")
+    assert all(one.balance.maturing == 0 for one in state.contributors.values() if one.standing == "evicted")
     replay = LedgerState(RUN, make_manifest())
     for entry in taken:
         replay.apply(entry)

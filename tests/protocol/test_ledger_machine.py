@@ -1,91 +1,97 @@
 """The ledger's rules against a simple model of them, whatever order entries come in.
 
-The model keeps plain facts (who judged what, what was trained) and works out states and balances anew from them; the
-ledger keeps running totals. They must agree after every entry, and a replay must end where the ledger is.
+The ledger keeps running totals, the model (ledger_model) works everything out anew. They must agree after every entry,
+a refused entry must have a name, and a replay must end where the ledger is.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from factories import OPERATOR, make_batch, make_eviction, make_manifest, make_submission, make_trained, make_verdict
+from factories import (
+    OPERATOR,
+    make_admission,
+    make_appeal,
+    make_batch,
+    make_eviction,
+    make_manifest,
+    make_reinstatement,
+    make_submission,
+    make_trained,
+    make_verdict,
+)
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from ledger_model import TOTAL_STEPS, Case, Model, Work
 
 from protocol.envelope import Signed
 from protocol.errors import LedgerError
 from protocol.identity import Identity
 from protocol.ledger import LedgerState, next_tip
-from protocol.records import Submission, Verdict
+from protocol.records import AdmissionSpec, BatchSpec, CreditSpec, Submission, Verdict
 
 RUN = b"r" * 32
 PEOPLE = [Identity.from_phrase(name) for name in ("alice", "bob", "carol")]
-JUDGES = [Identity.from_phrase(name) for name in ("erin", "frank", "grace")]
+JUDGES = [Identity.from_phrase(name) for name in ("erin", "frank", "grace", "heidi")]
 MAX_STALENESS = 1
 CAP = 4
 OUTCOMES = ["accept", "accept", "accept", "reject", "hard", "undecided"]
 
 
-@dataclass
-class Work:
-    """A submission as the model has it."""
-
-    signed: Signed[Submission]
-    votes: dict[str, tuple[str, bool]] = field(default_factory=dict)
-    """By judge: outcome, and whether it is hard."""
-    order: list[str] = field(default_factory=list)
-    used: bool = False
-
-    def settled(self, quorum: int) -> str:
-        """The first of accept and reject that reached the quorum, or the last that was said."""
-        counts = {"accept": 0, "reject": 0, "undecided": 0}
-        state = "pending"
-        for outcome in self.order:
-            counts[outcome] += 1
-            if counts["accept"] >= quorum:
-                return "accepted"
-            if counts["reject"] >= quorum:
-                return "rejected"
-            state = "undecided" if outcome == "undecided" else state
-        return state
-
-    def hard_votes(self) -> int:
-        return sum(hard for _, hard in self.votes.values())
-
-
 class LedgerMachine(RuleBasedStateMachine):
-    @initialize(quorum=st.integers(1, 2), first=st.lists(st.sampled_from(PEOPLE), min_size=4, max_size=8))
-    def begin(self, quorum: int, first: list[Identity]) -> None:
-        keys = tuple(judge.peer_id.public_key for judge in JUDGES)
-        self.manifest = make_manifest(validators=keys, quorum=quorum)
-        self.quorum = quorum
+    @initialize(
+        quorum=st.sampled_from([1, 1, 2, 2, 3]),
+        maturity=st.integers(0, 2),
+        listed=st.sampled_from([0, 0, 0, 3]),
+        first=st.lists(
+            st.tuples(st.sampled_from(PEOPLE[:2]), st.sampled_from(["accept", "hard", "hard", "reject"])),
+            min_size=6,
+            max_size=8,
+        ),
+    )
+    def begin(self, quorum: int, maturity: int, listed: int, first: list[tuple[Identity, str]]) -> None:
+        keys = tuple(who.peer_id.public_key for who in PEOPLE[:listed])
+        self.manifest = make_manifest(
+            validators=tuple(judge.peer_id.public_key for judge in JUDGES),
+            quorum=quorum,
+            admission=AdmissionSpec(kind="allow-list" if keys else "open", allowed=keys),
+            credits=CreditSpec(maturity_steps=maturity),
+            batch=BatchSpec(rollouts_per_step=8, max_staleness=MAX_STALENESS, total_steps=TOTAL_STEPS),
+        )
+        self.model = Model(quorum, maturity, set(PEOPLE[:listed]))
         self.state = LedgerState(RUN, self.manifest)
         self.taken: list[bytes] = []
         self.tip = RUN
-        self.work: dict[bytes, Work] = {}
-        self.evicted: set[Identity] = set()
-        self.hard: list[Signed[Verdict]] = []
-        self.batches = self.trained = self.made = 0
-        for who in first:
-            self._hand_in(who, 0, 0)
+        self.made = 0
+        for who in PEOPLE[:listed]:
+            self.join(who)
+        for who, outcome in first:
+            work = self._hand_in(who, 0, 0)
+            for judge in JUDGES[:quorum] if work else ():
+                self._vote(work, judge, outcome)
 
     # Entries, by rules that know what the ledger must say to them.
+
+    @rule(who=st.sampled_from(PEOPLE))
+    def join(self, who: Identity) -> None:
+        fits = who in self.model.listed and who not in self.model.admitted
+        if self._offer(make_admission(who, RUN).data, allowed=fits):
+            self.model.admitted.add(who)
 
     @rule(who=st.sampled_from(PEOPLE), step=st.integers(0, 2), skip=st.sampled_from([0, 0, 0, 0, 0, 1]))
     def submit(self, who: Identity, step: int, skip: int) -> None:
         self._hand_in(who, step, skip)
 
-    def _hand_in(self, who: Identity, step: int, skip: int) -> None:
-        mine = [work.signed.record for work in self.work.values() if work.signed.author == who.peer_id]
+    def _hand_in(self, who: Identity, step: int, skip: int) -> Work | None:
+        mine = [work.signed.record for work in self.model.work.values() if work.signed.author == who.peer_id]
         index = sum(record.step == step for record in mine) + skip
         signed = self._submission(who, step, index)
-        fits = who not in self.evicted and not skip and index < CAP
+        fits = self.model.may_work(who) and not skip and index < CAP
         if self._offer(signed.data, allowed=fits):
-            self.work[signed.id] = Work(signed)
-        else:
-            self._offer(make_verdict(signed, by=JUDGES[0]).data, allowed=False)
+            return self.model.work.setdefault(signed.id, Work(signed))
+        self._offer(make_verdict(signed, by=JUDGES[0]).data, allowed=False)
+        return None
 
+    @precondition(lambda self: self.model.work)
     @rule(data=st.data(), thief=st.sampled_from(PEOPLE))
     def submit_again(self, data: st.DataObject, thief: Identity) -> None:
         """The same once more, or the file of another."""
@@ -94,54 +100,139 @@ class LedgerMachine(RuleBasedStateMachine):
         self._offer(signed.data, allowed=False)
         self._offer(copy.data, allowed=False)
 
+    @precondition(lambda self: self.model.work)
     @rule(data=st.data(), judges=st.permutations(JUDGES), count=st.integers(1, 3), outcome=st.sampled_from(OUTCOMES))
     def judge(self, data: st.DataObject, judges: list[Identity], count: int, outcome: str) -> None:
         """One or more say the same; those who said something before are refused."""
         work = self._any(data)
         for judge in judges[:count]:
-            hard, name = outcome == "hard", judge.peer_id.short
-            said = "reject" if hard else outcome
-            verdict = make_verdict(work.signed, by=judge, outcome=said, hard=hard, reason="seed: x")
-            if self._offer(verdict.data, allowed=name not in work.votes):
-                work.votes[name] = (said, hard)
-                work.order.append(said)
-                self.hard += [verdict] if hard else []
+            self._vote(work, judge, outcome)
 
-    @precondition(lambda self: self.hard)
+    def _vote(self, work: Work, judge: Identity, outcome: str) -> None:
+        verdict = self._verdict(work, judge, outcome)
+        if self._offer(verdict.data, allowed=judge.peer_id.short not in work.judges):
+            before = work.state(self.model.quorum)
+            work.said.append((judge.peer_id.short, verdict.record.outcome, verdict.record.hard))
+            self._judged(work, judge, verdict)
+            self._settled(work, before)
+
+    @precondition(lambda self: any(work.rejections for work in self.model.work.values()))
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
-        verdict = data.draw(st.sampled_from(self.hard))
-        work = self.work[verdict.record.submission]
-        who = next(one for one in PEOPLE if one.peer_id.public_key == verdict.record.contributor)
-        just = work.settled(self.quorum) == "rejected" and work.hard_votes() >= self.quorum
-        if self._offer(make_eviction(verdict), allowed=just and who not in self.evicted):
-            self.evicted.add(who)
+        self._evict(*self._any_rejection(data))
+
+    def _evict(self, work: Work, verdict: Signed[Verdict]) -> None:
+        who = self._author(work)
+        just = work.state(self.model.quorum) == "rejected" and work.hard_votes() >= self.model.quorum
+        just = just and verdict.record.hard and who not in self.model.evicted_for
+        if self._offer(make_eviction(verdict), allowed=just):
+            self.model.evicted_for[who] = work
+            self.model.story.append(("evicted", who, self.model.trained, 0))
+
+    @precondition(lambda self: any(work.rejections for work in self.model.work.values()))
+    @rule(data=st.data(), stranger=st.sampled_from([False, False, False, True]))
+    def appeal(self, data: st.DataObject, stranger: bool) -> None:
+        work, verdict = self._any_rejection(data)
+        self._appeal(data.draw(st.sampled_from(PEOPLE)) if stranger else self._author(work), work, verdict)
+
+    def _appeal(self, who: Identity, work: Work, verdict: Signed[Verdict]) -> Case | None:
+        signed = make_appeal(who, verdict, issued_at_ms=self._number())
+        if self._offer(signed.data, allowed=self.model.appeal_fits(who, work, verdict, len(JUDGES))):
+            return self.model.cases.setdefault(signed.id, Case(signed, work))
+        return None
+
+    @precondition(lambda self: self.model.cases)
+    @rule(data=st.data(), judge=st.sampled_from(JUDGES), outcome=st.sampled_from(OUTCOMES))
+    def answer(self, data: st.DataObject, judge: Identity, outcome: str) -> None:
+        self._answer(self.model.cases[data.draw(st.sampled_from(list(self.model.cases)))], judge, outcome)
+
+    def _answer(self, case: Case, judge: Identity, outcome: str) -> None:
+        work = case.work
+        verdict = self._verdict(work, judge, outcome, appeal=case.signed.id)
+        fits = case.state == "open" and judge.peer_id.short not in work.judges
+        if not self._offer(verdict.data, allowed=fits):
+            return
+        self._judged(work, judge, verdict)
+        work.answered_hard += verdict.record.hard
+        if verdict.record.outcome == "undecided":
+            return
+        case.answer = verdict
+        case.state = "granted" if verdict.record.outcome == "accept" else "refused"
+        if case.state == "granted":
+            work.granted = True
+            self._settled(work, "rejected")
+        else:
+            self.model.wait_until[self._author(work)] = self.model.trained + max(1, self.model.maturity)
+
+    @precondition(lambda self: any(case.answer for case in self.model.cases.values()))
+    @rule(data=st.data())
+    def reinstate(self, data: st.DataObject) -> None:
+        self._reinstate(data.draw(st.sampled_from([case for case in self.model.cases.values() if case.answer])))
+
+    def _reinstate(self, case: Case) -> None:
+        assert case.answer is not None
+        who = self._author(case.work)
+        just = case.state == "granted" and self.model.evicted_for.get(who) is case.work
+        due = (who.peer_id, case.signed.id, case.answer.id)
+        assert (due in self.state.reinstatement_due()) == just
+        entry = make_reinstatement(case.answer, case.signed, issued_at_ms=self._number())
+        if self._offer(entry.data, allowed=just):
+            del self.model.evicted_for[who]
+            self.model.story.append(("reinstated", who, self.model.trained, 0))
+
+    @precondition(lambda self: any(work.rejections for work in self.model.work.values()))
+    @rule(data=st.data(), outcome=st.sampled_from(["accept", "accept", "reject"]), comes_back=st.booleans())
+    def go_to_court(self, data: st.DataObject, outcome: str, comes_back: bool) -> None:
+        """The whole way, as far as it leads."""
+        work, verdict = self._any_rejection(data)
+        self._evict(work, verdict)
+        case = self._appeal(self._author(work), work, verdict)
+        if case is not None:
+            judge = next(one for one in JUDGES if one.peer_id.short not in work.judges)
+            self._answer(case, judge, outcome)
+            if comes_back:
+                self._reinstate(case)
+
+    @rule(who=st.sampled_from(PEOPLE))
+    def one_more_step(self, who: Identity) -> None:
+        """Whatever it takes: work by somebody, its verdicts, the batch, the training."""
+        step = self.model.batches
+        if not self.model.may_work(who) or step > TOTAL_STEPS:
+            return
+        work = self._hand_in(who, step, 0)
+        for judge in JUDGES[: self.model.quorum] if work else ():
+            self._vote(work, judge, "accept")
+        self.train_on(0, 0)
+        if self.model.trained < self.model.batches:
+            self.finish_training(0)
 
     @rule(keep=st.integers(0, 4), ahead=st.sampled_from([0, 0, 0, 1]))
     def train_on(self, keep: int, ahead: int) -> None:
-        usable = self.state.usable(self.batches + ahead)[: keep or None]
-        chosen = [self.work[key].signed for key in usable]
-        if chosen and self._offer(make_batch(RUN, self.batches + ahead, chosen), allowed=not ahead):
-            self.batches += 1
+        step = self.model.batches + ahead
+        usable = self.state.usable(step)[: keep or None]
+        chosen = [self.model.work[key].signed for key in usable]
+        if chosen and self._offer(make_batch(RUN, step, chosen), allowed=not ahead):
+            self.model.batches += 1
             for key in usable:
-                self.work[key].used = True
+                self.model.work[key].used = True
 
+    @precondition(lambda self: self.model.work)
     @rule(data=st.data())
     def train_on_any(self, data: st.DataObject) -> None:
         """Whatever is not usable is refused, alone or among others."""
         work = self._any(data)
-        usable = self.state.usable(self.batches)
+        usable = self.state.usable(self.model.batches)
         assert (work.signed.id in usable) == self._is_usable(work)
         if work.signed.id not in usable:
-            others = [self.work[key].signed for key in usable[:1]]
-            self._offer(make_batch(RUN, self.batches, [*others, work.signed]), allowed=False)
+            others = [self.model.work[key].signed for key in usable[:1]]
+            self._offer(make_batch(RUN, self.model.batches, [*others, work.signed]), allowed=False)
 
-    @precondition(lambda self: self.batches)
-    @rule(ahead=st.sampled_from([0, 0, 1]))
+    @precondition(lambda self: self.model.batches)
+    @rule(ahead=st.sampled_from([0, 0, 0, 1]))
     def finish_training(self, ahead: int) -> None:
-        step = self.trained + ahead
-        if self._offer(make_trained(RUN, step), allowed=not ahead and step < self.batches):
-            self.trained += 1
+        step = self.model.trained + ahead
+        if self._offer(make_trained(RUN, step), allowed=not ahead and step < self.model.batches):
+            self.model.trained += 1
 
     # What must hold always.
 
@@ -150,20 +241,30 @@ class LedgerMachine(RuleBasedStateMachine):
         if not hasattr(self, "state"):
             return
         assert (self.state.length, self.state.tip) == (len(self.taken), self.tip)
-        assert (len(self.state.batches), len(self.state.trained)) == (self.batches, self.trained)
+        assert (len(self.state.batches), len(self.state.trained)) == (self.model.batches, self.model.trained)
+        waiting = [key for key, case in self.model.cases.items() if case.state == "open"]
+        assert self.state.open_appeals() == waiting
 
     @invariant()
     def states_and_balances(self) -> None:
         if not hasattr(self, "state"):
             return
-        for key, work in self.work.items():
-            assert self.state.submissions[key].state == work.settled(self.quorum)
+        for key, work in self.model.work.items():
+            assert self.state.submissions[key].state == work.state(self.model.quorum)
             assert (self.state.submissions[key].used_in is not None) == work.used
         for who in PEOPLE:
             known = self.state.contributors.get(who.peer_id)
-            assert (known.credits if known else 0) == self._credits(who)
-            assert bool(known and known.standing == "evicted") == (who in self.evicted)
+            balance = (known.balance.mature, known.balance.maturing, known.balance.forfeited) if known else (0, 0, 0)
+            assert balance == self.model.balance(who)
+            assert bool(known and known.standing == "evicted") == (who in self.model.evicted_for)
         assert OPERATOR.peer_id not in self.state.contributors
+
+    @invariant()
+    def balances_conserve(self) -> None:
+        if not hasattr(self, "state"):
+            return
+        balances = [one.balance for one in self.state.contributors.values()]
+        assert sum(one.credits + one.forfeited for one in balances) == self.model.earned()
 
     def teardown(self) -> None:
         if not hasattr(self, "state"):
@@ -171,37 +272,66 @@ class LedgerMachine(RuleBasedStateMachine):
         replay = LedgerState(RUN, self.manifest)
         for entry in self.taken:
             replay.apply(entry)
-        assert (replay.tip, replay.contributors, replay.submissions) == (
+        assert (replay.tip, replay.contributors, replay.submissions, replay.appeals) == (
             self.state.tip,
             self.state.contributors,
             self.state.submissions,
+            self.state.appeals,
         )
-        assert replay.usable(self.batches) == self.state.usable(self.batches)
+        assert replay.usable(self.model.batches) == self.state.usable(self.model.batches)
+
+    # What rules share.
 
     def _any(self, data: st.DataObject) -> Work:
-        return self.work[data.draw(st.sampled_from(list(self.work)))]
+        return self.model.work[data.draw(st.sampled_from(list(self.model.work)))]
 
-    def _credits(self, who: Identity) -> int:
-        if who in self.evicted:
-            return 0
-        mine = [work for work in self.work.values() if work.signed.author == who.peer_id]
-        return sum(work.signed.record.output_tokens for work in mine if work.settled(self.quorum) == "accepted")
+    def _any_rejection(self, data: st.DataObject) -> tuple[Work, Signed[Verdict]]:
+        rejections = [(work, one) for work in self.model.work.values() for one in work.rejections]
+        rejections.sort(key=lambda each: each[0].state(self.model.quorum) != "rejected")
+        return rejections[data.draw(st.integers(0, len(rejections) - 1))]
+
+    def _author(self, work: Work) -> Identity:
+        return next(one for one in PEOPLE if one.peer_id == work.signed.author)
+
+    def _judged(self, work: Work, judge: Identity, verdict: Signed[Verdict]) -> None:
+        work.judges.add(judge.peer_id.short)
+        if verdict.record.outcome == "reject":
+            work.rejections.append(verdict)
+
+    def _settled(self, work: Work, before: str) -> None:
+        now = work.state(self.model.quorum)
+        if now == before or now not in ("accepted", "rejected"):
+            return
+        work.settled_step = self.model.trained
+        if now == "accepted":
+            amount = work.signed.record.output_tokens
+            self.model.story.append(("accepted", self._author(work), self.model.trained, amount))
 
     def _is_usable(self, work: Work) -> bool:
         policy = work.signed.record.checkpoint_step
         return (
-            work.settled(self.quorum) == "accepted"
+            work.state(self.model.quorum) == "accepted"
+            and not work.granted
             and not work.used
-            and all(work.signed.author != who.peer_id for who in self.evicted)
-            and self.batches - MAX_STALENESS <= policy <= self.batches
+            and self._author(work) not in self.model.evicted_for
+            and self.model.batches - MAX_STALENESS <= policy <= self.model.batches
         )
 
-    def _submission(self, who: Identity, step: int, index: int) -> Signed[Submission]:
+    def _number(self) -> int:
         self.made += 1
+        return self.made
+
+    def _submission(self, who: Identity, step: int, index: int) -> Signed[Submission]:
+        number = self._number()
         return make_submission(
-            who, RUN, step=step, index=index, checkpoint_step=step, sha256=self.made.to_bytes(32, "big"),
-            output_tokens=10 + self.made,
+            who, RUN, step=step, index=index, checkpoint_step=step, sha256=number.to_bytes(32, "big"),
+            output_tokens=10 + number,
         )  # fmt: skip
+
+    def _verdict(self, work: Work, judge: Identity, outcome: str, *, appeal: bytes = b"") -> Signed[Verdict]:
+        hard = outcome == "hard"
+        said = "reject" if hard else outcome
+        return make_verdict(work.signed, by=judge, outcome=said, hard=hard, reason="seed: x", appeal=appeal)
 
     def _offer(self, entry: bytes, *, allowed: bool) -> bool:
         """Have the ledger take an entry that it must take, or refuse one by name that it must not."""
@@ -220,5 +350,5 @@ class LedgerMachine(RuleBasedStateMachine):
         return True
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+LedgerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestLedger = LedgerMachine.TestCase

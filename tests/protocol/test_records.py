@@ -10,6 +10,9 @@ from protocol.constants import MAX_DHT_VALUE_BYTES, MAX_SHARDS
 from protocol.envelope import Record, open_envelope, seal
 from protocol.errors import MalformedError, ProtocolError
 from protocol.records import (
+    Admission,
+    AdmissionSpec,
+    Appeal,
     Batch,
     CheckpointFile,
     CheckpointManifest,
@@ -19,11 +22,14 @@ from protocol.records import (
     Draw,
     Eviction,
     Head,
+    Heartbeat,
     Hello,
+    Invite,
     Manifest,
     OriginNotice,
     PlannedFile,
     Receipt,
+    Reinstatement,
     RelayAdvert,
     RunPointer,
     Submission,
@@ -68,11 +74,19 @@ EXAMPLES: list[Record] = [
         run_id=D, submission=D, contributor=KEY, step=1, outcome="reject", hard=True, reason="forged proof",
         checks=(CheckResult(name="toploc", outcome="fail", detail="x", numbers={"mismatches": 128.0}),),
         draw=Draw(drawn=True, rate=0.25, why="drawn", beacon=b"head", receipt=b"receipt"),
-        mean_reward=0.5, engine="torch", dtype="float32", software="1.0", head_sequence=1, issued_at_ms=1,
+        mean_reward=0.5, engine="torch", dtype="float32", software="1.0", head_sequence=1, appeal=D, issued_at_ms=1,
     ),
     Batch(run_id=D, step=1, submissions=(D,), issued_at_ms=1, ended="whole", silent=b""),
     Trained(run_id=D, step=1, checkpoint=D, mean_reward=0.5, metrics={"loss": -0.1}, issued_at_ms=1),
     Eviction(run_id=D, contributor=KEY, verdict=D, reason="forged proof", issued_at_ms=1),
+    Admission(run_id=D, protocol=1, software="1.0", nonce=b"n" * 8, invite=b"invite", issued_at_ms=1),
+    Invite(run_id=D, token=b"t" * 16, valid_until_ms=2),
+    Heartbeat(
+        run_id=D, role="inference", instance=b"i" * 16, sequence=1, software="1.0", protocol=1, checkpoint_step=None,
+        tokens_per_s=10.5, activity="waits for a policy", issued_at_ms=1,
+    ),
+    Appeal(run_id=D, submission=D, verdict=D, reason="honest", issued_at_ms=1),
+    Reinstatement(run_id=D, contributor=KEY, appeal=D, verdict=D, reason="accepted again", issued_at_ms=1),
 ]  # fmt: skip
 BY_KIND = {record.KIND: record for record in EXAMPLES}
 
@@ -180,7 +194,14 @@ def test_temperatures_are_positive_and_finite(temperature):
         ("manifest", {"validators": (KEY,) * 65}),
         ("manifest", {"validators": (b"short",)}),
         ("manifest", {"quorum": 0}),
-        ("manifest", {"admission": "closed"}),
+        ("manifest", {"admission": {"kind": "closed"}}),
+        ("manifest", {"admission": {"work_bits": 33}}),
+        ("manifest", {"admission": {"allowed": (KEY,)}}),
+        ("manifest", {"admission": {"kind": "allow-list"}}),
+        ("manifest", {"admission": {"kind": "allow-list", "allowed": (KEY, KEY)}}),
+        ("manifest", {"credits": {"maturity_steps": -1}}),
+        ("manifest", {"credits": {"maturity_steps": 1, "unit": "flops"}}),
+        ("manifest", {"credits": {"maturity_steps": 1, "unit": "tokens", "parameters": 7}}),
         ("manifest", {"shard_bytes": 1}),
         ("head", {"sequence": 0}),
         ("head", {"step": -1}),
@@ -207,6 +228,20 @@ def test_temperatures_are_positive_and_finite(temperature):
         ("batch", {"submissions": ()}),
         ("trained", {"metrics": {str(n): 0.0 for n in range(65)}}),
         ("eviction", {"verdict": D + D}),
+        ("admission", {"nonce": b"short"}),
+        ("admission", {"nonce": b"n" * 33}),
+        ("admission", {"invite": b"i" * 1025}),
+        ("admission", {"protocol": 0}),
+        ("invite", {"token": b"t" * 15}),
+        ("heartbeat", {"instance": b"i"}),
+        ("heartbeat", {"role": "visitor"}),
+        ("heartbeat", {"tokens_per_s": math.nan}),
+        ("heartbeat", {"tokens_per_s": math.inf}),
+        ("heartbeat", {"activity": "a" * 129}),
+        ("heartbeat", {"sequence": 0}),
+        ("appeal", {"reason": "r" * 1025}),
+        ("verdict", {"appeal": D + D}),
+        ("reinstatement", {"appeal": b""}),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
@@ -223,13 +258,19 @@ def test_the_largest_of_each_bounded_record_fits_its_envelope():
     eviction = msgspec.structs.replace(BY_KIND["eviction"], reason="\U0001f511" * 1024)
     assert open_envelope(seal(eviction, OPERATOR), Eviction).record == eviction
     formats = dict.fromkeys((letter * 16 for letter in "abcd"), make_tolerance())
-    manifest = make_manifest(name="n" * 64, validators=(KEY,) * 64, tolerances=formats)
+    allowed = AdmissionSpec(kind="allow-list", allowed=tuple(bytes([n]) * 32 for n in range(32)), work_bits=32)
+    manifest = make_manifest(name="n" * 64, validators=(KEY,) * 64, tolerances=formats, admission=allowed)
     assert open_envelope(seal(manifest, OPERATOR), Manifest).record == manifest
+    for kind in ("appeal", "reinstatement"):
+        record = msgspec.structs.replace(BY_KIND[kind], reason="\U0001f511" * 1024)
+        assert open_envelope(seal(record, OPERATOR), type(record)).record == record
 
 
 def test_a_full_run_pointer_fits_a_dht_value():
     formats = dict.fromkeys((letter * 16 for letter in "abcd"), make_tolerance())
-    manifest = seal(make_manifest(name="n" * 64, validators=(KEY,) * 64, tolerances=formats), OPERATOR)
+    allowed = AdmissionSpec(kind="allow-list", allowed=tuple(bytes([n]) * 32 for n in range(32)))
+    record = make_manifest(name="n" * 64, validators=(KEY,) * 64, tolerances=formats, admission=allowed)
+    manifest = seal(record, OPERATOR)
     pointer = msgspec.structs.replace(BY_KIND["run-pointer"], manifest=manifest)
     assert len(seal(pointer, OPERATOR)) <= MAX_DHT_VALUE_BYTES
     assert RunPointer.MAX_BYTES + 1024 <= MAX_DHT_VALUE_BYTES

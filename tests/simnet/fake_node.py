@@ -79,7 +79,14 @@ class FakeNode:
                 {**entry, "peer_id": peer_id(entry["name"])} for entry in self.options.get("contributors", [])
             ],
             "verdicts": [],
+            "evaluations": self.options.get("evaluations", []),
         }
+
+    def leave(self, *_: object) -> None:
+        """Asked once it leaves well, asked twice at once."""
+        if self.leaving.is_set():
+            os._exit(130)
+        self.leaving.set()
 
     def serve(self) -> None:
         node = self
@@ -100,7 +107,8 @@ class FakeNode:
 
     def live(self) -> int:
         self.data_dir.mkdir(parents=True, exist_ok=True)
-        signal.signal(signal.SIGINT, signal.SIG_IGN if self.options.get("stubborn") else lambda *_: self.leaving.set())
+        time.sleep(self.options.get("slow_start_s", 0))
+        signal.signal(signal.SIGINT, signal.SIG_IGN if self.options.get("stubborn") else self.leave)
         if self.options.get("stubborn"):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if "exit_code" in self.options:
@@ -112,6 +120,7 @@ class FakeNode:
         while not self.finished and not self.leaving.wait(0.02):
             if self.step >= self.options.get("crash_at", 10**9):
                 os._exit(9)
+        time.sleep(self.options.get("leaves_in_s", 0))
         if not self.options.get("orphans"):
             child.kill()
             child.wait()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.identity import Identity
-from simnet.fleet import Launch
+from simnet.commands import Launch
 from simnet.gather import (
     Contributor,
     Details,

@@ -41,7 +41,7 @@ def pass_at_1(report: dict[str, Any]) -> list[float]:
 def test_it_learns_sums_of_two_digits_within_eight_steps(tmp_path):
     report = run(tmp_path, steps=8, recipe={})
     first, last = pass_at_1(report)
-    assert first < 0.35
+    assert first < 0.45
     assert last > 0.6
     downloads = report["downloads"]
     assert downloads["saved_bytes"] > downloads["patched_bytes"] + downloads["full_bytes"]

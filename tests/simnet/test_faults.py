@@ -3,10 +3,10 @@ from simnet.scenario import Fault
 
 
 def make_apply(done, *, refuse=()):
-    def apply(node, action):
-        if action in refuse:
+    def apply(fault):
+        if fault.action in refuse:
             return False
-        done.append((node, action))
+        done.append((fault.node, fault.action))
         return True
 
     return apply
@@ -33,3 +33,25 @@ def test_a_join_waits_until_the_node_has_left_and_holds_back_what_follows():
     struck = plan.strike(make_apply(done), step=1, elapsed_s=0)
     assert [fault.action for fault in struck] == ["join", "kill"]
     assert not plan.will_join("a")
+
+
+def test_what_lasts_a_while_is_undone_before_what_follows():
+    first = Fault(node="a", action="stop", at_step=2, for_s=5.0)
+    plan = FaultPlan([first, Fault(node="a", action="kill", at_step=3)])
+    done = []
+    plan.strike(make_apply(done), step=9, elapsed_s=100.0)
+    assert done == [("a", "stop")]
+    plan.strike(make_apply(done), step=9, elapsed_s=104.9)
+    assert done == [("a", "stop")]
+    plan.strike(make_apply(done), step=9, elapsed_s=105.0)
+    assert done == [("a", "stop"), ("a", "continue"), ("a", "kill")]
+
+
+def test_a_restart_is_a_kill_and_a_join_as_soon_as_it_can_be():
+    plan = FaultPlan([Fault(node="trainer-0", action="restart", at_step=1)])
+    done = []
+    plan.strike(make_apply(done, refuse=("join",)), step=1, elapsed_s=3.0)
+    assert done == [("trainer-0", "restart")]
+    assert plan.will_join("trainer-0")
+    plan.strike(make_apply(done), step=1, elapsed_s=3.5)
+    assert done[-1] == ("trainer-0", "join")

@@ -2,17 +2,23 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from simnet_world import FakeCommands, peer_id, wait_for
 
 from protocol.errors import ConfigError, NodeError
 from simnet import fleet as fleet_module
-from simnet.fleet import CliCommands, Fleet, Launch, check_memory, free_ports, needed_memory_mb
+from simnet import memory
+from simnet.commands import CliCommands, Launch
+from simnet.fleet import Fleet, free_ports
 from simnet.gather import Gatherer, NodeRecord, Recording, now_ms
+from simnet.meddle import Control
+from simnet.memory import check_memory, fitted, needed_memory_mb
 from simnet.processes import ProcessTable
-from simnet.scenario import NodePlan, load_scenario, parse_scenario
+from simnet.scenario import Fault, NodePlan, load_scenario, parse_scenario
 
 RECIPE = Path("recipe.toml")
 
@@ -29,6 +35,10 @@ def started(scenario, tmp_path, **behaviour):
         fleet.start(name)
     wait_for(lambda: all((member.data_dir / "status.url").exists() for member in fleet.members.values()))
     return fleet
+
+
+def fault(action, **fields):
+    return Fault(node="inference-0", action=action, at_s=0.0, **fields)
 
 
 def exists(pid: int) -> bool:
@@ -70,7 +80,7 @@ def test_a_kill_takes_the_nodes_children_with_it(scenario, tmp_path):
     with started(scenario, tmp_path) as fleet:
         member = fleet.members["inference-0"]
         pids = pids_of(member)
-        assert fleet.apply("inference-0", "kill")
+        assert fleet.apply(fault("kill"))
         wait_for(lambda: not [pid for pid in pids if exists(pid)])
         assert (member.process.returncode, member.ended_by) == (-signal.SIGKILL, "kill")
 
@@ -82,9 +92,9 @@ def test_a_stopped_node_stands_still_until_it_continues(scenario, tmp_path):
         def state():
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
-        fleet.apply("inference-0", "stop")
+        fleet.apply(fault("stop"))
         wait_for(lambda: state() == "T")
-        fleet.apply("inference-0", "continue")
+        fleet.apply(fault("continue"))
         wait_for(lambda: state() != "T")
 
 
@@ -92,11 +102,74 @@ def test_a_node_leaves_and_joins_again_in_the_same_data_directory(scenario, tmp_
     with started(scenario, tmp_path) as fleet:
         member = fleet.members["inference-0"]
         first = member.process.pid
-        assert not fleet.apply("inference-0", "join")
-        fleet.apply("inference-0", "leave")
-        wait_for(lambda: fleet.apply("inference-0", "join"))
+        assert not fleet.apply(fault("join"))
+        fleet.apply(fault("leave"))
+        wait_for(lambda: fleet.apply(fault("join")))
         assert member.process.pid != first
         assert member.ended_by == ""
+
+
+def test_a_node_is_asked_to_leave_only_once_it_answers(scenario, tmp_path):
+    """Before it handles signals, Python itself would end it with an error that is not the node's."""
+    with Fleet(scenario, tmp_path, commands=FakeCommands(inference_0={"slow_start_s": 0.5})) as fleet:
+        fleet.prepare(RECIPE)
+        fleet.start("inference-0")
+        member = fleet.members["inference-0"]
+        assert not fleet.apply(fault("leave"))
+        wait_for(lambda: fleet.apply(fault("leave")))
+        assert member.process.wait(10) == 0
+        assert member.ended_by == "leave"
+
+
+def test_a_node_that_never_answers_is_asked_all_the_same_in_the_end(scenario, tmp_path, monkeypatch):
+    monkeypatch.setattr(fleet_module, "LEAVE_TIMEOUT_S", 0.3)
+    with Fleet(scenario, tmp_path, commands=FakeCommands(inference_0={"slow_start_s": 600})) as fleet:
+        fleet.prepare(RECIPE)
+        fleet.start("inference-0")
+        wait_for(lambda: fleet.apply(fault("leave")))
+        assert fleet.members["inference-0"].process.wait(10) != 0
+
+
+def test_a_node_that_leaves_at_the_close_is_not_signalled_a_second_time(scenario, tmp_path):
+    with started(scenario, tmp_path, inference_0={"leaves_in_s": 0.5}) as fleet:
+        fleet.apply(fault("leave"))
+    member = fleet.members["inference-0"]
+    assert (member.process.returncode, member.ended_by) == (0, "close")
+
+
+def test_a_full_disk_explains_an_end_and_a_free_one_brings_the_node_back(small, tmp_path):
+    small["fault"] = [{"node": "inference-0", "action": "disk-full", "at_s": 1, "for_s": 2}]
+    with started(parse_scenario(small, name="small"), tmp_path) as fleet:
+        member = fleet.members["inference-0"]
+        fleet.apply(fault("disk-full"))
+        with pytest.raises(OSError, match=r"No space left|File too large"):
+            (member.data_dir / "file").write_bytes(bytes(100_000))
+        member.process.kill()
+        member.process.wait()
+        assert member.ended_by == "disk-full"
+        fleet.apply(fault("disk-free"))
+        assert (member.running, member.ended_by) == (True, "")
+        fleet.apply(fault("disk-full"))
+        fleet.apply(fault("disk-free"))
+        assert (member.running, member.ended_by) == (True, "")
+    assert (member.data_dir / "child.pid").exists()
+
+
+def test_a_wrong_clock_is_told_to_the_process_and_taken_back(small, tmp_path):
+    small["fleet"][3]["clock_ahead_s"] = 30
+    with started(parse_scenario(small, name="small"), tmp_path) as fleet:
+        path = fleet.members["inference-0"].control_path
+        assert read_control(path).clock_ahead_s == 30
+        fleet.apply(fault("clock", seconds=-60))
+        assert read_control(path).clock_ahead_s == -60
+        fleet.apply(fault("disk-slow", sync_ms=20))
+        fleet.apply(fault("clock"))
+        assert (read_control(path).clock_ahead_s, read_control(path).sync_ms) == (30, 20)
+        assert not fleet.members["validator-0"].control_path.exists()
+
+
+def read_control(path):
+    return msgspec.json.decode(path.read_bytes(), type=Control)
 
 
 def test_statuses_are_gathered_and_every_life_of_a_node_is_told_apart(scenario, tmp_path):
@@ -106,9 +179,9 @@ def test_statuses_are_gathered_and_every_life_of_a_node_is_told_apart(scenario, 
         gatherer = Gatherer(fleet, recording)
         gatherer.poll()
         assert all(record.status and record.status.peer_id == record.peer_id for record in records)
-        fleet.apply("inference-0", "kill")
+        fleet.apply(fault("kill"))
         gatherer.poll()
-        fleet.apply("inference-0", "join")
+        fleet.apply(fault("join"))
         wait_for(lambda: (gatherer.poll(), records[3].lives[-1].status)[1])
         gatherer.close()
     first, second = records[3].lives
@@ -183,7 +256,36 @@ def test_a_machine_without_room_is_told_the_estimate():
 def test_a_scenario_says_what_nodes_of_a_large_policy_take(small):
     without = needed_memory_mb(parse_scenario(small, name="small"))
     small["fleet"][3]["memory_mb"] = 5000
-    assert needed_memory_mb(parse_scenario(small, name="small")) == without - fleet_module.COMPUTE_NODE_MB + 5000
+    assert needed_memory_mb(parse_scenario(small, name="small")) == without - memory.COMPUTE_NODE_MB + 5000
+
+
+def test_what_fills_a_machine_is_as_many_as_it_holds(small):
+    small["fleet"].append({"role": "watch", "count": 50, "fill": True})
+    scenario = parse_scenario(small, name="small")
+    least = needed_memory_mb(parse_scenario({**small, "fleet": small["fleet"][:5]}, name="x"))
+    counts = {
+        free: len(fitted(scenario, free).matching("watch-*"))
+        for free in (0, least + 3 * memory.WATCH_MB, least + 1000 * memory.WATCH_MB)
+    }
+    assert list(counts.values()) == [1, 3, 50]
+    assert fitted(scenario, None) is scenario
+
+
+def test_a_meddled_node_is_started_through_the_meddler_and_a_hostile_one_as_itself(tmp_path):
+    control = CliCommands().start(plan("inference"), replace(launch(tmp_path), control=Path("c.json")))
+    assert control[2:7] == ["-m", "simnet.meddle", "c.json", "cli", "--role"]
+    hostile = NodePlan(name="x-0", role="hostile", attack="flood", cheat=None, threads=1, nice=0, absent=False)
+    line = CliCommands().start(hostile, launch(tmp_path))
+    assert line[3:7] == ["simnet.hostile", "flood", "--seed", "4"]
+    assert "--threads" not in line
+
+
+def test_a_relay_behind_a_proxy_tells_others_the_proxy(tmp_path):
+    behind = replace(launch(tmp_path), announce="/ip4/127.0.0.1/tcp/9", public_url="https://127.0.0.1:10")
+    line = CliCommands().start(plan("relay"), behind)
+    assert line[line.index("--announce") + 1] == "/ip4/127.0.0.1/tcp/9"
+    assert line[line.index("--public-url") + 1] == "https://127.0.0.1:10"
+    assert line[line.index("--listen") + 1] == "/ip4/127.0.0.1/tcp/2"
 
 
 def test_free_ports_differ():

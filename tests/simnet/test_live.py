@@ -2,11 +2,12 @@ import io
 
 from rich.console import Console
 
+from simnet.gather import now_ms
 from simnet.live import Dashboard, PlainLines, dashboard, make_view, plain_line, sparkline
 
 
-def terminal() -> Console:
-    return Console(file=io.StringIO(), force_terminal=True, width=120)
+def terminal(width: int = 120) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width)
 
 
 def shown(console: Console) -> str:
@@ -21,6 +22,18 @@ def test_the_dashboard_shows_the_run_and_a_row_for_each_node(recording):
     text = shown(console)
     for part in (recording.run[-20:], "20/20", "█", "relay-0 out 300 B", "cheat: wrong-model", "step 12: relay-0 join"):
         assert part in text
+
+
+def test_a_narrow_terminal_still_shows_what_nodes_do(recording):
+    recording.nodes = [node for node in recording.nodes if node.name.startswith(node.role)]
+    trainer = recording.nodes[0]
+    trainer.lives[-1].ended_ms = None
+    trainer.status.state, trainer.status.activity = "working", "training step 7"
+    trainer.status.since_ms = now_ms()
+    trainer.status.details.contributors.clear()
+    console = terminal(80)
+    console.print(dashboard(recording))
+    assert "training step 7" in shown(console)
 
 
 def test_a_plain_line_says_who_waits_for_what(recording):

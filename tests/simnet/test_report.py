@@ -46,12 +46,13 @@ def test_what_patches_spared_is_added_over_everyone_who_downloads(recording, tmp
     report, _ = write_report(recording, tmp_path)
     assert report.downloads == Downloads(patched_bytes=6_000_000, full_bytes=30_000_000, saved_bytes=114_000_000)
     page = (tmp_path / "report.html").read_text()
-    assert "6.0 MB of patches and packed shards that stood for 120.0 MB, and as 30.0 MB of whole shards" in page
+    for text in ("policies came as", "6.0 MB", "stood for 120.0 MB", "30.0 MB"):
+        assert text in page
 
 
 def test_a_run_without_downloads_says_nothing_of_patches(recording, tmp_path):
     write_report(recording, tmp_path)
-    assert "of patches" not in (tmp_path / "report.html").read_text()
+    assert "policies came as" not in (tmp_path / "report.html").read_text()
 
 
 def test_what_each_node_took_of_the_machine_is_shown(recording, tmp_path):

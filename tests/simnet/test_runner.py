@@ -74,6 +74,19 @@ def test_met_expectations_end_with_0_and_the_reports_path_as_the_last_line(scena
     assert (tmp_path / "out" / "report.html").exists()
 
 
+def test_the_first_and_last_evaluation_are_said_in_words(scenario, tmp_path, capfd):
+    evaluations = [
+        {"step": step, "pass_at": [{"k": 1, "value": value, "low": value - 0.05, "high": value + 0.05}]}
+        for step, value in ((0, 0.25), (4, 0.5), (8, 0.9))
+    ]
+    run(scenario, tmp_path, trainer_0={**GOOD, "evaluations": evaluations})
+    said = [line for line in capfd.readouterr().out.splitlines() if "pass@1" in line]
+    assert said == [
+        "pass@1 0.250 on held-out prompts after 0 steps (95 %: 0.200 to 0.300)",
+        "pass@1 0.900 on held-out prompts after 8 steps (95 %: 0.850 to 0.950)",
+    ]
+
+
 def test_an_unmet_expectation_ends_with_1(scenario, tmp_path, capfd):
     code, report = run(scenario, tmp_path, trainer_0=BAD)
     assert code == 1
@@ -86,7 +99,12 @@ def test_faults_strike_while_it_runs(scenario, tmp_path):
         {"node": "inference-0", "action": "leave", "at_step": 3},
         {"node": "inference-0", "action": "join", "at_step": 6},
     ]
-    changes = {"fault": faults, "until": {"step": 30}, "expect": {"cheats_evicted": None}}
+    changes = {
+        "run": {"overrides": {"batch": {"total_steps": 40}}},
+        "fault": faults,
+        "until": {"step": 30},
+        "expect": {"cheats_evicted": None},
+    }
     code, report = run(scenario, tmp_path, overrides=changes)
     assert (code, report["outcome"]) == (0, "reached")
     assert [(fault["node"], fault["action"]) for fault in report["faults"]] == [
@@ -95,6 +113,20 @@ def test_faults_strike_while_it_runs(scenario, tmp_path):
     ]
     assert {node["name"]: node["starts"] for node in report["nodes"]}["inference-0"] == 2
     assert report["unexpected_exits"] == []
+
+
+def test_what_the_run_never_comes_to_is_refused_before_anything_starts(scenario, tmp_path):
+    with pytest.raises(ConfigError, match="but the run ends after 7 steps"):
+        run(scenario, tmp_path, overrides={"until": {"step": 8}})
+    assert not (tmp_path / "out" / "nodes").exists()
+
+
+def test_the_plan_is_told_without_starting_anything():
+    lines = runner.plan_scenario("soak", seed=3, short=True)
+    assert "relay-0: relay" in lines
+    assert [line for line in lines if "trainer-0 restart" in line]
+    assert lines[:-1] == runner.plan_scenario("soak", seed=3, short=True)[:-1]
+    assert lines[-1].startswith("about ")
 
 
 def test_a_trainer_may_crash_and_come_back(scenario, tmp_path):

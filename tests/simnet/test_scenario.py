@@ -1,16 +1,23 @@
 import tomllib
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import ConfigError
 from simnet.scenario import load_scenario, parse_scenario, scenario_names
+from simnet.scenario_checks import check_possible
+from trainer.recipe import EvaluationSettings, load_recipe
 
 
 def fault(**fields):
     return {"node": "inference-0", **fields}
+
+
+def draw(**fields):
+    return {"nodes": "inference-*", "actions": ["kill"], "count": 3, "from_s": 1.0, "to_s": 9.0, **fields}
 
 
 @pytest.mark.parametrize("name", scenario_names())
@@ -52,7 +59,7 @@ def test_nodes_of_several_entries_are_numbered_through(small):
         (lambda t: t["fleet"].pop(1), "no relay"),
         (lambda t: t["fleet"].pop(2), "no validator"),
         (lambda t: t["fleet"].append({"role": "inference", "count": 0}), "count"),
-        (lambda t: t["fleet"].extend([{"role": "inference", "count": 60}] * 2), "at most 64"),
+        (lambda t: t["fleet"].extend([{"role": "inference", "count": 200}] * 2), "at most 240"),
         (lambda t: t["fleet"][0].update(name="../../etc"), "name"),
         (lambda t: t.update(until={"timeout": 3}), "did you mean 'timeout_s'"),
         (lambda t: t.update(expect={"honest_rejects": 0}), "did you mean 'honest_rejected'"),
@@ -69,6 +76,34 @@ def test_nodes_of_several_entries_are_numbered_through(small):
             "in the order in which they happen",
         ),
         (lambda t: t.update(fault=[fault(action="join", at_step=5, node="relay-0")]), "bootstrap"),
+        (lambda t: t["fleet"][1].update(join_at_s=5.0), "bootstrap"),
+        (lambda t: t.update(fault=[fault(action="partition", at_step=1, node="inferense-*")]), "unknown node"),
+        (lambda t: t.update(fault=[fault(action="heal", at_step=1)]), "cannot heal, it is whole by then"),
+        (lambda t: t.update(fault=[fault(action="disk-free", at_step=1)]), "cannot disk-free, it is normal"),
+        (lambda t: t.update(fault=[fault(action="join", at_step=1, for_s=3)]), "nothing to undo"),
+        (lambda t: t.update(fault=[fault(action="clock", at_step=1)]), "`clock`, and nothing else, has `seconds`"),
+        (lambda t: t.update(fault=[fault(action="kill", at_step=1, sync_ms=5)]), "`disk-slow`, and nothing else"),
+        (lambda t: t.update(fault=[fault(action="kill", at_step=1, side="x")]), "unknown name 'side'"),
+        (lambda t: t["fleet"][3].update(link="hmoe"), "unknown link 'hmoe'"),
+        (lambda t: t.update(link={"home": {"dealy_ms": 3}}), "did you mean 'delay_ms'"),
+        (lambda t: t.update(link={"home": {"nat": "symmetrical"}}), "did you mean 'symmetric'"),
+        (lambda t: t.update(link={"home": {"loss": 0.9}}), "0.5"),
+        (lambda t: (t.update(link={"n": {"nat": "symmetric"}}), t["fleet"][1].update(link="n")), "others dial a relay"),
+        (lambda t: t["fleet"][3].update(settings={"download_byte_per_s": 1}), "did you mean 'download_bytes_per_s'"),
+        (lambda t: t["fleet"][3].update(settings={"download_bytes_per_s": "many"}), "settings of inference.*int"),
+        (lambda t: t["fleet"][3].update(settings={"data_dir": "/"}), "unknown name 'data_dir'"),
+        (lambda t: t["fleet"].append({"role": "hostile"}), "a hostile peer, and no other node, has an attack"),
+        (lambda t: t["fleet"].append({"role": "hostile", "attack": "eclips"}), "did you mean 'eclipse'"),
+        (lambda t: t["fleet"][3].update(attack="flood"), "a hostile peer, and no other node, has an attack"),
+        (lambda t: t["fleet"][1].update(fill=True), "cannot be left to the memory"),
+        (lambda t: t.update(random=[draw(nodes="relays-*")]), r"no node is named 'relays-\*'"),
+        (lambda t: t.update(random=[draw(actions=["continue"])]), "continue cannot be drawn"),
+        (lambda t: t.update(random=[draw(from_step=1)]), "give from_step and to_step, or from_s and to_s"),
+        (lambda t: t.update(random=[draw(from_s=9.0, to_s=3.0)]), "ends before it begins"),
+        (lambda t: t.update(short={"fleets": []}), r"\[short\]: unknown name 'fleets'"),
+        (lambda t: (t["fleet"].pop(), t.update(expect={"cheats_evicted": True})), "its fleet has no cheat"),
+        (lambda t: (t["fleet"].pop(3), t.update(expect={"steps_at_least": 2})), "no honest contributor to train on"),
+        (lambda t: t.update(until={"step": 3}, expect={"steps_at_least": 4}), "4 steps, but ends at step 3"),
     ],
 )
 def test_what_is_wrong_is_named_with_the_nearest_right_name(small, change, message):
@@ -81,6 +116,47 @@ def test_a_node_whose_first_fault_is_a_join_is_absent_at_the_start(small):
     small["fault"] = [fault(action="join", at_step=3)]
     absent = [node.name for node in parse_scenario(small, name="x").nodes() if node.absent]
     assert absent == ["inference-0"]
+
+
+@pytest.mark.parametrize("name", scenario_names())
+def test_every_short_form_is_sound_and_no_larger(name):
+    whole, short = load_scenario(name), load_scenario(name, short=True)
+    assert len(short.nodes()) <= len(whole.nodes())
+    assert short.until.timeout_s <= whole.until.timeout_s
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.update(expect={"steps_at_least": 60}), "steps_at_least is 60, but the run ends after 50 steps"),
+        (lambda t: t.update(until={"step": 51}), "step is 51"),
+        (lambda t: t.update(fault=[fault(action="kill", at_step=51)]), "number 1, at_step is 51"),
+        (lambda t: t.update(random=[{**draw(), "from_s": None, "to_s": None, "from_step": 1, "to_step": 99}]), "is 99"),
+        (lambda t: t.update(expect={"evaluation_rises": True}), "evaluates nothing"),
+    ],
+)
+def test_what_the_run_can_never_come_to_is_refused(small, change, message):
+    change(small)
+    recipe = load_recipe("demo")
+    recipe = msgspec.structs.replace(recipe, evaluation=EvaluationSettings(every_steps=0))
+    with pytest.raises(ConfigError, match=message):
+        check_possible(parse_scenario(small, name="x"), recipe)
+
+
+def test_the_short_form_replaces_values_and_counts(small):
+    small["fleet"][3].update(count=5, short_count=2)
+    small["short"] = {"until": {"timeout_s": 9.0}}
+    short, whole = (parse_scenario(small, name="x", short=flag) for flag in (True, False))
+    assert (len(short.nodes()), short.until.timeout_s) == (6, 9.0)
+    assert (len(whole.nodes()), whole.until.timeout_s) == (9, 30.0)
+
+
+def test_a_node_has_the_link_and_the_disk_that_its_scenario_says(small):
+    small["link"] = {"home": {"down_mbit": 20, "up_mbit": 5, "delay_ms": 15}}
+    small["fleet"][3]["link"] = "home"
+    small["fault"] = [fault(action="disk-full", at_step=1, for_s=4.0), fault(action="clock", at_step=2, seconds=60)]
+    plan = parse_scenario(small, name="x").nodes()[3]
+    assert (plan.link.up_mbit, plan.link.delay_ms, plan.disk_mb, plan.meddled) == (5, 15, 128, True)
 
 
 def test_an_unknown_scenario_is_refused_with_the_nearest_one():
@@ -109,7 +185,7 @@ def test_overrides_replace_values_and_leave_their_neighbours():
 
 @given(
     st.dictionaries(
-        st.sampled_from(["run", "fleet", "fault", "until", "expect", "title", "x"]),
+        st.sampled_from(["run", "fleet", "fault", "random", "link", "short", "until", "expect", "title", "x"]),
         st.recursive(
             st.none() | st.integers() | st.text(max_size=9),
             lambda inner: (

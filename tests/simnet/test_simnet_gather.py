@@ -1,5 +1,6 @@
 import json
 import threading
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def test_an_endless_status_is_given_up():
     thread.start()
     try:
         with pytest.raises(ValueError, match="too large or comes too slowly"):
-            gather._fetch(f"http://127.0.0.1:{server.server_port}/status")
+            gather._fetch(f"http://127.0.0.1:{server.server_port}/status", nullcontext)
     finally:
         server.shutdown()
         server.server_close()
@@ -69,7 +70,7 @@ def test_an_endless_status_is_given_up():
 def test_only_loopback_pages_are_read(url: str):
     """Attack: a node writes another address to its status.url, to have the simulation ask there."""
     with pytest.raises(ValueError, match="not a loopback"):
-        gather._fetch(url)
+        gather._fetch(url, nullcontext)
 
 
 def test_a_final_status_that_is_too_large_is_left_alone(tmp_path: Path, monkeypatch):

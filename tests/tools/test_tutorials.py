@@ -1,7 +1,7 @@
 """The commands of the documentation as a reader types them: run where marked, known to the program everywhere.
 
 A block is marked by a comment in front of it, `<!-- run: NAME -->` or `<!-- run: NAME, in the background -->`. All run
-in one sandbox directory, which is HOME, on loopback; RUN, RELAY and VALIDATOR go from one to the next.
+in one sandbox directory, which is HOME, on loopback; RUN and VALIDATOR go from one to the next.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Reader:
     def __init__(self, home):
         self.home = home
         self.state = home / ".state"
-        self.state.write_text("RUN= RELAY= VALIDATOR=\n")
+        self.state.write_text("RUN= VALIDATOR=\n")
         self.nodes = []
         self.ports = {name: free_port() for name in ("8470", "8471", "8472")}
         shim = home / "bin" / "intellect-node"
@@ -72,7 +72,7 @@ class Reader:
         return self._start(page, name, script) if background else self._run(page, name, script)
 
     def _run(self, page, name, script):
-        whole = "\n".join(['. "$HOME/.state"', script, 'declare -p RUN RELAY VALIDATOR > "$HOME/.state"'])
+        whole = "\n".join(['. "$HOME/.state"', script, 'declare -p RUN VALIDATOR > "$HOME/.state"'])
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", whole],
             env=self.environment,
@@ -152,8 +152,10 @@ def test_the_first_steps(reader):
     reader.type("operate.md", "key")
     assert "name = demo" in reader.type("operate.md", "create")
     with reader.state.open("a") as file:
-        file.write('RELAY="/ip4/127.0.0.1/tcp/8471/p2p/$VALIDATOR"\n')
-    assert 'max_memory = "4GiB"  # --max-memory' in reader.type("join.md", "dry run")
+        file.write('RUN="$RUN@/ip4/127.0.0.1/tcp/8471/p2p/$VALIDATOR"\n')
+    shown = reader.type("join.md", "dry run")
+    assert 'max_memory = "4GiB"  # --max-memory' in shown
+    assert 'bootstrap = ["/ip4/127.0.0.1/tcp/8471/p2p/' in shown
 
 
 @pytest.mark.long

@@ -116,3 +116,16 @@ def test_half_a_group_is_refused(make_rollouts):
 def test_rollouts_too_old_or_of_the_future_are_refused(make_rollouts, checkpoint_step):
     with pytest.raises(MalformedError, match="at most 2 steps of staleness"):
         assemble(make_rollouts(1, checkpoint_step=checkpoint_step), step=5)
+
+
+def test_the_length_weighted_baseline_counts_what_the_policy_emitted(make_rollouts):
+    """A tool's long reply is no part of an answer's length: with it, or without, the advantages are the same."""
+    plain = [row | {"output_ids": [5] * 6, "logprobs": [-1.0] * 6} for row in make_rollouts(1)]
+    played = dict(plain[1])
+    played |= {"output_ids": [5] * 26, "logprobs": [-1.0] * 3 + [0.0] * 20 + [-1.0] * 3, "turns": [0, 3, 23, 26]}
+
+    def advantages(rows):
+        batch = assemble(rows, advantage="length_weighted")
+        return {sample.rollout.member: sample.advantage for sample in batch.samples}
+
+    assert advantages([plain[0], played, *plain[2:]]) == advantages(plain)

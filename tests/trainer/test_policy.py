@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from protocol.errors import ModelError
 from trainer.packing import pad
-from trainer.policy import load_policy, save_weights
+from trainer.policy import Policy, build_policy, load_policy, save_weights
 from trainer.recipe import ASSETS_DIR
 
 DEMO_POLICY = ASSETS_DIR / "sort-digits"
@@ -102,3 +102,24 @@ def test_code_from_a_model_directory_is_never_run(tmp_path):
     with pytest.raises(ModelError):
         load_policy(target)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        ({"model_type": "gpt2", "n_positions": 96}, 96),
+        ({"model_type": "mpt", "max_seq_len": 80, "d_model": 32, "n_heads": 2, "n_layers": 1}, 80),
+        ({"model_type": "bloom", "seq_length": 64, "n_head": 2, "n_layer": 1}, 64),
+        ({"model_type": "mamba", "state_size": 4, "hidden_size": 32, "num_hidden_layers": 1}, None),
+        ({"model_type": "mamba", "state_size": 4, "hidden_size": 32, "num_hidden_layers": 1, "n_ctx": 48}, 48),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else str(value),
+)
+def test_how_many_tokens_a_model_takes_is_read_whatever_it_is_called(config, positions):
+    width = {"hidden_size": 32, "n_embd": 32, "n_layer": 1, "n_head": 2} if config["model_type"] == "gpt2" else {}
+    policy = Policy(build_policy({"vocab_size": 64} | width | config))
+    if positions is None:
+        with pytest.raises(ModelError, match="does not say how many tokens the model takes"):
+            _ = policy.max_length
+    else:
+        assert policy.max_length == positions

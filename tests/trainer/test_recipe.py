@@ -1,5 +1,6 @@
 """Recipes: what is unknown, missing or contradictory is refused by name."""
 
+import re
 import subprocess
 import sys
 
@@ -55,7 +56,18 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(old, new, key, nea
         ("temperature = 1.0", 'temperature = "hot"', "rollout.temperature"),
         ("total_steps = 50", "", "missing required field `total_steps` at `batch`"),
         ("delta = 4.0", "delta = 0.5", "loss.delta"),
-        ("delta = 4.0", "delta = nan", "loss.delta"),
+        ("delta = 4.0", "delta = nan", "loss.delta = nan is not a finite number"),
+        ("delta = 4.0", "delta = inf", "loss.delta = inf is not a finite number"),
+        (
+            "delta = 4.0",
+            "delta = 1.2",
+            r"must be larger than 1 \+ epsilon = 1.2 with two_sided: .* at `loss`",
+        ),
+        ("kl_coefficient = 0.0", "kl_coefficient = inf", "loss.kl_coefficient = inf is not a finite number"),
+        ("delta = 4.0", "entropy_coefficient = inf", "loss.entropy_coefficient = inf"),
+        ("weight_decay = 0.0", "weight_decay = inf", "optimiser.weight_decay = inf is not a finite number"),
+        ("max_grad_norm = 1.0", "max_grad_norm = inf", "optimiser.max_grad_norm = inf is not a finite number"),
+        ("betas = [0.9, 0.95]", "betas = [0.9, nan]", r"optimiser.betas\[1\] = nan is not a finite number"),
         ('old_logprobs = "worker"', 'old_logprobs = "mine"', "loss.old_logprobs"),
         ('old_logprobs = "worker"', "importance_cap = 2.0", "importance_cap needs"),
         ("rollouts_per_step = 256", "rollouts_per_step = 250", "not a multiple of the 32 rollouts"),
@@ -125,7 +137,11 @@ def test_sampling_cannot_be_truncated(setting):
         ("[rollout]", "[rollout]\nlength = { targets = [], alpha = 0.1 }", r"length >= 1 at `rollout.length.targets`"),
         ("[rollout]", "[rollout]\nlength = { targets = [4, 11], alpha = 0.1 }", "11 tokens cannot be reached with"),
         ("[rollout]", "[rollout]\nlength = { targets = [4], alpha = -1.0 }", r">= 0.0 at `rollout.length.alpha`"),
-        ("[rollout]", "[rollout]\nlength = { targets = [4], alpha = nan }", r">= 0.0 at `rollout.length.alpha`"),
+        (
+            "[rollout]",
+            "[rollout]\nlength = { targets = [4], alpha = nan }",
+            "rollout.length.alpha = nan is not a finite",
+        ),
         ("[rollout]", "[rollout]\nlength = { targets = [4], alfa = 0.1 }", "did you mean 'rollout.length.alpha'"),
         ("[batch]", "[batch]\ndeadline_s = 0.0", r"> 0.0 at `batch.deadline_s`"),
         ("[batch]", "[batch]\nminimum_share = 2.0", r"<= 1.0 at `batch.minimum_share`"),
@@ -156,3 +172,20 @@ def test_a_curriculum_and_an_online_filter_are_read():
     recipe = parse_recipe(text.replace(b"[batch]", b"[batch]\nsignal_only = true\ndeadline_s = 60"))
     assert [(pool.file, pool.from_step) for pool in recipe.environment.pools] == [("a.bin", 0), ("b.bin", 9)]
     assert (recipe.batch.signal_only, recipe.batch.max_tries, recipe.batch.deadline_s) == (True, 4, 60.0)
+
+
+def test_an_infinite_learning_rate_is_refused():
+    text = re.sub(rb"(?m)^learning_rate = .*$", b"learning_rate = inf", demo_with("[optimiser]", "[optimiser]"))
+    with pytest.raises(ConfigError, match=r"optimiser\.learning_rate = inf is not a finite number"):
+        parse_recipe(text)
+
+
+def test_other_objectives_need_no_bound_above_the_clipping():
+    assert parse_recipe(demo_with("delta = 4.0", 'delta = 1.1\nobjective = "one_sided"')).loss.delta == 1.1
+
+
+def test_a_guess_names_a_setting_of_the_recipe():
+    guesses = "\n[guesses]\n" + '"batch.{}" = "count them"\n'
+    assert parse_recipe(demo_with("[loss]", "[loss]") + guesses.format("total_steps").encode()).guesses
+    with pytest.raises(ConfigError, match=r"'batch.steps', which is no setting"):
+        parse_recipe(demo_with("[loss]", "[loss]") + guesses.format("steps").encode())

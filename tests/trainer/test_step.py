@@ -291,3 +291,47 @@ def test_the_learning_rate_warms_up(recipe, make_rollouts):
         for number in range(6)
     ]
     assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
+
+
+def test_which_groups_share_an_optimiser_step_depends_on_the_step(recipe, make_rollouts, monkeypatch):
+    """And on the recipe's seed; the same step always shares them out alike."""
+
+    def shares(step, seed=0):
+        held = []
+
+        def remember(pairs, layout, **options):
+            held.append(frozenset(tuple(prompt) for prompt, _ in pairs))
+            return lay_out(pairs, layout, **options)
+
+        monkeypatch.setattr("trainer.step.lay_out", remember)
+        fresh(with_optimiser(recipe, seed=seed)).run(step, [row | {"checkpoint_step": step} for row in rows])
+        return held
+
+    rows = make_rollouts(6)
+    assert shares(3) == shares(3)
+    assert len({tuple(shares(step)) for step in range(4)}) > 1
+    assert len({tuple(shares(0, seed=seed)) for seed in range(4)}) > 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_policy_that_is_not_finite_is_never_given_out(recipe, make_rollouts, dtype):
+    """Gradients are fine and the step that they make is not: a learning rate beyond all numbers."""
+    settings = msgspec.structs.replace(recipe.policy, dtype=dtype)
+    policy = load_policy(DEMO_POLICY, settings=settings)
+    wild = with_optimiser(recipe, learning_rate=3e38, weight_decay=1e38, updates_per_step=1)
+    step = TrainStep(policy, make_optimiser(policy, wild.optimiser), wild)
+    with pytest.raises(TrainingError, match=r"\d+ parameters of the policy .* not finite \(first model\.") as caught:
+        step.run(7, make_rollouts(4, checkpoint_step=7))
+    assert "policy export --data-dir DIR --step 7" in caught.value.hint
+    assert "learning_rate" in caught.value.hint
+
+
+def test_the_checkpoint_before_the_bad_updates_is_the_one_to_go_on_from(recipe, make_rollouts):
+    step = fresh(with_optimiser(recipe, max_skipped_in_a_row=5))
+    step.run(0, make_rollouts(4))
+    spoil_gradients(step, times=5)
+    for number in (1, 2):
+        step.run(number, make_rollouts(4, checkpoint_step=number))
+    with pytest.raises(TrainingError) as caught:
+        step.run(3, make_rollouts(4, checkpoint_step=3))
+    assert "checkpoint 1 is sound" in caught.value.hint

@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import os
 import shutil
 import signal
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -287,3 +289,44 @@ def test_weights_of_another_architecture_are_named(tmp_path, recipe, rows):
     (saved.policy_dir / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4, "layer_types": None}))
     with pytest.raises(ModelError, match="lacks the weights"):
         Checkpoints(tmp_path, keep=2).restore(saved, recipe.optimiser)
+
+
+def test_checkpoints_from_before_a_divergence_survive_it(tmp_path, recipe, rows):
+    """Steps that skip every optimiser step are saved, and drop nothing: the last that learned is still there."""
+    running = train_to(Trainer(tmp_path, recipe), 2, rows)
+    for _ in range(4):
+        running.save(running.saved.report["metrics"] | {"updates": 0.0, "skipped_updates": 2.0})
+    assert sorted(path.name for path in tmp_path.iterdir())[:2] == ["step-00000001", "step-00000002"]
+    assert Checkpoints(tmp_path, keep=2).find(2) is not None
+    running.save({"updates": 2.0, "skipped_updates": 0.0})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000006", "step-00000007"]
+
+
+def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, recipe, rows, monkeypatch):
+    """Power goes at any moment: a checkpoint under its name is whole. Each file is synced after its last byte, then the
+    directories that name it, then comes the rename, then the sync of the directory that it happened in."""
+    running = train_to(Trainer(tmp_path, recipe), 1, rows)
+    events, fsync, rename = [], os.fsync, Path.rename
+
+    def synced(descriptor):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        events.append(("sync", path, sha256(path) if path.is_file() else sorted(path.iterdir())))
+        fsync(descriptor)
+
+    def renamed(path, target):
+        events.append(("rename", path, target))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    train_to(running, 2, rows)
+    final = running.saved.path
+    at, work = next(
+        (place, event[1]) for place, event in enumerate(events) if event[0] == "rename" and event[2] == final
+    )
+    before = {path: content for kind, path, content in events[:at] if kind == "sync"}
+    for path in [final, *final.rglob("*")]:
+        there = work / path.relative_to(final)
+        now = sha256(path) if path.is_file() else sorted(work / each.relative_to(final) for each in path.iterdir())
+        assert before[there] == now, f"{path.name} was not synced, or changed after it was"
+    assert next(event for event in events[at + 1 :])[:2] == ("sync", tmp_path)

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
-from environments.sandbox.inside import confine, frames, jobs
+from environments.sandbox.inside import confine, frames, jobs, sameness
 
 REQUESTS_FD: Final = 0
 REPLIES_FD: Final = 1
@@ -43,6 +43,7 @@ class Settings:
     filter: bytes
     uid: int | None
     readable: list[str]
+    listed: list[str]
     needs_landlock: bool
     import_paths: list[str]
     preload: list[str]
@@ -84,10 +85,11 @@ def prepare(settings: Settings) -> int:
     for name in settings.preload:
         importlib.import_module(name)
     jobs.add_exits()
+    sameness.fix()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     if settings.uid is not None:
         confine.drop_user(settings.uid)
-    version = confine.restrict_files(settings.readable)
+    version = confine.restrict_files(settings.readable, settings.listed)
     if settings.needs_landlock and not version:
         raise OSError("the kernel has no Landlock")
     confine.forbid_new_privileges()

@@ -26,6 +26,7 @@ _RIGHTS_BY_ABI: Final = ((1, (1 << 13) - 1), (2, 1 << 13), (3, 1 << 14), (5, 1 <
 """All that Landlock can forbid to do with files, and since which version of it."""
 _READING: Final = 0x1 | 0x4 | 0x8  # EXECUTE, which mapping a library needs from some versions on, READ_FILE, READ_DIR
 _READING_A_FILE: Final = 0x1 | 0x4
+_LISTING: Final = 0x8
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -46,8 +47,10 @@ def set_limits(limits: Mapping[str, int]) -> None:
         resource.setrlimit(which, (value, value))
 
 
-def restrict_files(readable: Sequence[str]) -> int:
+def restrict_files(readable: Sequence[str], listed: Sequence[str] = ()) -> int:
     """Landlock: from now on nothing can be opened but what lies under `readable`, and that for reading alone.
+
+    Directories in `listed`, and those below them, can be listed as well.
 
     Gives the version of Landlock's interface, 0 where the kernel has none and nothing was done. Raises OSError.
     """
@@ -59,16 +62,18 @@ def restrict_files(readable: Sequence[str]) -> int:
     attributes = struct.pack("QQQ", rights, 3, 3)[: 8 if version < 4 else 16 if version < 6 else 24]
     ruleset = _checked(_libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0)))
     for path in readable:
-        _allow_reading(ruleset, path)
+        _allow(ruleset, path, _READING if os.path.isdir(path) else _READING_A_FILE)
+    for path in listed:
+        _allow(ruleset, path, _LISTING)
     forbid_new_privileges()
     _checked(_libc.syscall(_RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint32(0)))
     os.close(ruleset)
     return int(version)
 
 
-def _allow_reading(ruleset: int, path: str) -> None:
+def _allow(ruleset: int, path: str, rights: int) -> None:
     opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    rule = struct.pack("=Qi", _READING if os.path.isdir(path) else _READING_A_FILE, opened)
+    rule = struct.pack("=Qi", rights, opened)
     _checked(_libc.syscall(_ADD_RULE, ctypes.c_int(ruleset), ctypes.c_int(1), rule, ctypes.c_uint32(0)))
     os.close(opened)
 

@@ -2,6 +2,9 @@
 
 None, booleans, integers, finite floats, texts and lists are themselves. What JSON lacks is an object with one key:
 {"tuple": […]}, {"set": […]}, {"dict": [[key, value], …]}, {"bytes": hex}, {"float": "nan", "inf" or "-inf"}.
+
+A node never builds what a program gives: numbers can be chosen so that a set of them takes minutes. `parse` checks the
+encoded form and leaves it encoded; `loads` and `decode` are for boxes, where a limit ends them, and trusted programs.
 """
 
 from __future__ import annotations
@@ -25,6 +28,24 @@ def loads(text: bytes | str) -> Any:
         return decode(json.loads(text, parse_constant=_refuse_constant))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def parse(text: bytes | str) -> Any:
+    """The encoded value of a JSON text, whoever wrote it, checked in time that is linear in its length.
+
+    Raises ValueError for what no value encodes to.
+    """
+    try:
+        found = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_only_pair)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    return checked(found)
+
+
+def checked(value: Any) -> Any:
+    """An encoded value, once it is sure to be one. Raises ValueError."""
+    _check(value, 0, hashable=False)
+    return value
 
 
 def encode(value: Any, depth: int = 0) -> Any:
@@ -63,6 +84,50 @@ def decode(value: Any, depth: int = 0) -> Any:
         return _DECODERS[name](content, depth)
     except TypeError as error:
         raise ValueError(f"not the content of a {name}") from error
+
+
+def _only_pair(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Before a dict is made of them."""
+    if len(pairs) != 1:
+        raise ValueError("an object with other than one key")
+    return dict(pairs)
+
+
+def _check(value: Any, depth: int, *, hashable: bool) -> None:
+    """`hashable`: it is a key, or an item of a set."""
+    if depth > MAX_DEPTH:
+        raise ValueError("nested too deeply")
+    if isinstance(value, list):
+        if hashable:
+            raise ValueError("a list cannot be a key")
+        for item in value:
+            _check(item, depth + 1, hashable=False)
+    elif isinstance(value, dict):
+        _check_object(value, depth, hashable=hashable)
+
+
+def _check_object(value: dict[str, Any], depth: int, *, hashable: bool) -> None:
+    if len(value) != 1:
+        raise ValueError("an object with other than one key")
+    name, content = next(iter(value.items()))
+    if name in ("bytes", "float"):
+        try:
+            _DECODERS[name](content, depth)
+        except TypeError as error:
+            raise ValueError(f"not the content of a {name}") from error
+        return
+    if name not in _DECODERS or not isinstance(content, list):
+        raise ValueError("an object of an unknown kind")
+    if hashable and name != "tuple":
+        raise ValueError(f"a {name} cannot be a key")
+    for item in content:
+        if name != "dict":
+            _check(item, depth + 1, hashable=hashable or name == "set")
+            continue
+        if not isinstance(item, list) or len(item) != 2:
+            raise ValueError("not the pairs of a dict")
+        _check(item[0], depth + 1, hashable=True)
+        _check(item[1], depth + 1, hashable=False)
 
 
 def _float(value: float) -> Any:

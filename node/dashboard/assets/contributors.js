@@ -16,6 +16,8 @@ export class Contributors {
       ["contributor", (one) => peer(one.peer_id, { you: node.peer_id })],
       ["standing", (one) => [outcome(one.standing), one.reason ? h("div", { class: "soft small why" }, one.reason) : null]],
       ["credits", (one) => h("div", { class: "bar-line" }, h("span", { class: "bar" }, sized(h("i", { class: "in" }), { width: `${(100 * one.credits) / most}%` })), h("span", { class: "number", title: number(one.credits) }, compact(one.credits)))],
+      ["maturing", (one) => number(one.maturing), "number"],
+      ["forfeited", (one) => number(one.forfeited), "number"],
       ["accepted", (one) => number(one.accepted), "number"],
       ["rejected", (one) => number(count(one.rejected)), "number"],
       ["by check", (one) => reasons(one.rejected)],
@@ -25,7 +27,7 @@ export class Contributors {
     fill(
       this.root,
       card("Contributors", note, table(columns, contributors, { empty, caption: "Contributors by credits" })),
-      h("p", { class: "soft small" }, "A credit is an output token of accepted work. Everybody who replays the ledger gets this table; an eviction forfeits the credits."),
+      h("p", { class: "soft small" }, "Credits are for accepted work, and safe once they are mature; an eviction forfeits those that are still maturing. Everybody who replays the ledger gets this table."),
       run?.run_id ? runCard(run) : null,
     );
   }

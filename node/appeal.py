@@ -1,0 +1,205 @@
+"""`intellect-node appeal`: ask for another validator's judgement, and say how far that is.
+
+Works beside a running node and after one that was evicted: with the directory's key, through the relays that it knows.
+The appeal is kept in the directory, so the same command again goes on with it instead of making a second one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import trio
+
+from node.clock import now_ms
+from node.datadir import make_directory
+from node.dht_show import joined
+from node.inference.outbox import Outbox
+from node.membership import MAX_ASKED
+from node.relay_client import RelayClient
+from node.status import StatusBoard
+from node.swarm import Swarm, remembered_manifest
+from node.verdict_show import find_verdicts
+from p2p.bridge import AioThread
+from p2p.contacts import Contacts
+from p2p.discovery import P2PNode
+from p2p.http import HttpClient
+from protocol.atomic import write_atomically
+from protocol.envelope import Signed, open_envelope, seal
+from protocol.errors import ConfigError, DataDirError, NodeError, ProtocolError, RefusedError, RelayError
+from protocol.identity import Identity
+from protocol.records import Appeal, Manifest, Verdict
+from protocol.run import RunAddress
+
+APPEALS: Final = "appeals"
+POLL_S: Final = 2.0
+FIND_S: Final = 30.0
+OUTBOX: Final = "outbox.sqlite"
+
+Say = Callable[[str], None]
+
+
+def find_rejections(data_dir: Path, what: str) -> list[Signed[Verdict]]:
+    """Verdicts that reject a submission of this node, by its id or first digits; with `last` the newest of them all.
+
+    Raises ConfigError or DataDirError.
+    """
+    if not (data_dir / OUTBOX).is_file():
+        raise DataDirError(f"{data_dir} is no contributor's directory", hint="give the contributor's --data-dir")
+    if what == "last":
+        with closing(Outbox(data_dir / OUTBOX)) as outbox:
+            rejections = outbox.rejections(MAX_ASKED)
+    else:
+        rejections = [one.verdict for one in find_verdicts(what, data_dir) if one.verdict.record.outcome == "reject"]
+    if not rejections:
+        raise ConfigError(
+            "there is no rejection to appeal against" if what == "last" else f"no verdict here rejects {what}",
+            hint="intellect-node verdict show last",
+        )
+    return rejections
+
+
+def appeal(
+    data_dir: Path,
+    identity: Identity,
+    rejections: Sequence[Signed[Verdict]],
+    *,
+    reason: str,
+    bootstrap: Sequence[str],
+    wait_s: float,
+    say: Say,
+) -> dict[str, Any]:
+    """Appeal against the one of these that evicted this key, or the newest that counts, and wait for the answer.
+
+    Raises RefusedError where none can be appealed against, RelayError where nobody could be asked.
+    """
+    manifest = remembered_manifest(data_dir / "swarm.cache")
+    if manifest is None:
+        raise DataDirError(f"{data_dir} remembers no run", hint="give the data directory of the contributor's node")
+
+    async def ask(node: P2PNode, address: RunAddress, left_s: float) -> dict[str, Any]:
+        async with AioThread() as aio, HttpClient(aio) as http, trio.open_nursery() as nursery:
+            swarm = _swarm(node, address, manifest, http, identity)
+            await nursery.start(swarm.run)
+            await _meet(swarm, left_s)
+            rejection = await _choose(swarm.clients, rejections)
+            petition = _kept(data_dir, identity, rejection, reason)
+            await _hand_in(swarm, petition, say)
+            found = await _follow(swarm, petition, evicts=rejection.record.hard, wait_s=wait_s, say=say)
+            nursery.cancel_scope.cancel()
+        return found
+
+    run = str(RunAddress(manifest.author, manifest.record.name))
+    return joined(data_dir, run, bootstrap, ask, timeout_s=FIND_S)
+
+
+async def _choose(clients: Sequence[RelayClient], rejections: Sequence[Signed[Verdict]]) -> Signed[Verdict]:
+    """What came after an eviction is in no ledger, and nobody appeals against it."""
+    for client in clients:
+        try:
+            standing = await client.standing([one.record.submission for one in rejections[:MAX_ASKED]])
+        except (RelayError, ProtocolError):
+            continue
+        evicting = [one for one in rejections if one.record.submission == standing.evicted_for]
+        rejected = {row.submission for row in standing.submissions if row.state == "rejected"}
+        counting = [one for one in rejections if one.record.submission in rejected]
+        return next(iter([*evicting, *counting, *rejections]))
+    return rejections[0]
+
+
+def _kept(data_dir: Path, identity: Identity, rejection: Signed[Verdict], reason: str) -> Signed[Appeal]:
+    """The appeal against a verdict: the one that was signed before, or a new one, which is kept."""
+    path = data_dir / APPEALS / rejection.id.hex()
+    try:
+        return open_envelope(path.read_bytes(), Appeal)
+    except FileNotFoundError:
+        make_directory(path.parent)
+    record = Appeal(
+        run_id=rejection.record.run_id,
+        submission=rejection.record.submission,
+        verdict=rejection.id,
+        reason=reason,
+        issued_at_ms=now_ms(),
+    )
+    envelope = seal(record, identity)
+    write_atomically(path, envelope)
+    return open_envelope(envelope, Appeal)
+
+
+def _swarm(
+    node: P2PNode, address: RunAddress, manifest: Signed[Manifest], http: HttpClient, identity: Identity
+) -> Swarm:
+    return Swarm(
+        address,
+        http,
+        contacts=Contacts(identity, address.digest),
+        find_relays=node.find_relays,
+        find_manifest=partial(node.find_run, address),
+        board=StatusBoard(role="appeal", peer_id=identity.peer_id, run=str(address)),
+        manifest=manifest,
+        follow_head=False,
+    )
+
+
+async def _meet(swarm: Swarm, find_s: float) -> None:
+    with trio.move_on_after(find_s):
+        while not swarm.clients:  # noqa: ASYNC110
+            await trio.sleep(0.2)
+    if not swarm.clients:
+        raise RelayError("no relay of the run was found", hint="check --bootstrap and this computer's network")
+
+
+async def _follow(swarm: Swarm, petition: Signed[Appeal], *, evicts: bool, wait_s: float, say: Say) -> dict[str, Any]:
+    stage = "taken"
+    with trio.move_on_after(wait_s):
+        while stage not in ("refused", "reinstated", "granted"):
+            await trio.sleep(POLL_S)
+            latest = await _stage(swarm.clients, petition, evicts=evicts)
+            if latest != stage:
+                say(SAID[latest])
+            stage = latest
+    return {"appeal": petition.id.hex(), "submission": petition.record.submission.hex(), "state": stage}
+
+
+SAID: Final = {
+    "taken": "a relay has it; the trainer writes it into the ledger",
+    "open": "it is in the ledger, and waits for a validator that has not judged the submission",
+    "granted": "granted: the other validator accepts the submission, and it earns its credits",
+    "returning": "granted; the trainer takes the eviction back",
+    "reinstated": "granted, and the eviction is taken back with what it took: start the node again",
+    "refused": "refused: the other validator rejects it too; the next appeal has to wait",
+}
+
+
+async def _hand_in(swarm: Swarm, petition: Signed[Appeal], say: Say) -> None:
+    """To every relay, so that one that stays silent cannot lose it. Raises the refusal where none takes it."""
+    problem: NodeError | None = None
+    taken = 0
+    for client in swarm.clients:
+        try:
+            await client.post_appeal(petition.data)
+            taken += 1
+        except (RefusedError, RelayError, ProtocolError) as error:
+            problem = error
+    if problem is not None and not taken:
+        raise problem
+    about = petition.record.submission.hex()[:12]
+    say(f"{taken} {'relay has' if taken == 1 else 'relays have'} the appeal about {about}")
+
+
+async def _stage(clients: Sequence[RelayClient], petition: Signed[Appeal], *, evicts: bool) -> str:
+    """How far an appeal is, by the first relay that answers. `evicts`: it is against a hard rejection."""
+    for client in clients:
+        try:
+            standing = await client.standing()
+        except (RelayError, ProtocolError):
+            continue
+        state = next((row.state for row in standing.appeals if row.appeal == petition.id), "taken")
+        if state != "granted" or not evicts:
+            return state
+        returning = standing.standing == "evicted" and standing.evicted_for == petition.record.submission
+        return "returning" if returning else "reinstated"
+    return "taken"

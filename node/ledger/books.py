@@ -1,0 +1,101 @@
+"""The audit's own books: credits by verdicts, evictions and answers alone, held against what the rules make of them.
+
+Written apart from protocol.balances on purpose: lots with the number of trained steps at which they mature, and at the
+end a sum over them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from protocol.envelope import Signed
+from protocol.identity import PeerId
+from protocol.ledger import LedgerState
+from protocol.records import Eviction, Reinstatement, Verdict
+
+Complain = Callable[[str, PeerId | None, str, int | None], None]
+"""Kind of breach, who, what, entry."""
+
+
+@dataclass
+class _Account:
+    """Lots of one contributor, by the trained steps at which each matures."""
+
+    held: Counter[int] = field(default_factory=Counter)
+    taken: Counter[int] = field(default_factory=Counter)
+    evicted: bool = False
+
+    def mature(self, trained: int) -> int:
+        return sum(amount for due, amount in self.held.items() if due <= trained)
+
+
+class Books:
+    """Tell it of every entry that the rules took, then `close`."""
+
+    def __init__(self, state: LedgerState, complain: Complain) -> None:
+        self._state = state
+        self._complain = complain
+        self._validators = frozenset(state.manifest.validator_ids)
+        self._accounts: dict[PeerId, _Account] = {}
+        self._earned = 0
+
+    @property
+    def forfeited(self) -> int:
+        """Credits that evictions took and no reinstatement gave back."""
+        return sum(account.taken.total() for account in self._accounts.values())
+
+    def verdict(self, entry: Signed[Verdict], number: int) -> None:
+        """One more judgement: it may be the one that accepts."""
+        one = self._state.submissions[entry.record.submission]
+        if entry.record.outcome != "accept" or one.state != "accepted":
+            return
+        votes = [signed.record.outcome for signed in one.verdicts.values() if not signed.record.appeal]
+        answers = one.appeal != b"" and entry.record.appeal == one.appeal
+        if not answers and (entry.record.appeal or votes.count("accept") != self._state.manifest.quorum or one.appeal):
+            return
+        if not one.verdicts.keys() <= self._validators:
+            self._complain("quorum", entry.author, "accepted by votes of others than validators", number)
+        self._pay(one.author, self._state.manifest.credits.of(one.record.output_tokens))
+
+    def _pay(self, peer: PeerId, amount: int) -> None:
+        account = self._accounts.setdefault(peer, _Account())
+        due = len(self._state.trained) + self._state.manifest.credits.maturity_steps
+        self._earned += amount
+        (account.taken if account.evicted else account.held)[due] += amount
+
+    def eviction(self, record: Eviction) -> None:
+        """What is not mature is taken."""
+        account = self._accounts.setdefault(PeerId(record.contributor), _Account())
+        account.evicted = True
+        for due in [due for due in account.held if due > self._trained()]:
+            account.taken[due] += account.held.pop(due)
+
+    def reinstatement(self, record: Reinstatement) -> None:
+        """And given back."""
+        account = self._accounts.setdefault(PeerId(record.contributor), _Account())
+        account.evicted = False
+        account.held.update(account.taken)
+        account.taken.clear()
+
+    def close(self) -> None:
+        """Every credit is somebody's or forfeited, and nobody has another balance than the books give."""
+        agrees = True
+        for peer, one in self._state.contributors.items():
+            account = self._accounts.get(peer, _Account())
+            mature = account.mature(self._trained())
+            mine = (mature, account.held.total() - mature, account.taken.total())
+            theirs = (one.balance.mature, one.balance.maturing, one.balance.forfeited)
+            if theirs != mine:
+                agrees = False
+                what = "a balance of %d credits mature, %d maturing, %d forfeited, where the verdicts give %d, %d, %d"
+                self._complain("balance", peer, what % (*theirs, *mine), None)
+        balances = [one.balance for one in self._state.contributors.values()]
+        if agrees and self._earned != sum(one.credits + one.forfeited for one in balances):
+            self._complain("balance", None, f"{self._earned} credits were earned; they do not add up", None)
+
+    def _trained(self) -> int:
+        """Trained steps, past all dates once the run is over."""
+        trained = len(self._state.trained)
+        return trained if trained < self._state.manifest.batch.total_steps else 1 << 62

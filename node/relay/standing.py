@@ -1,0 +1,45 @@
+"""Where a key stands by a relay's copy of the ledger: what a contributor asks for instead of replaying it itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from node.membership import MAX_APPEALS_SHOWN, AppealRow, Standing, SubmissionRow
+from protocol.identity import PeerId
+from protocol.ledger import LedgerState
+from protocol.standing import Contributor
+
+
+def standing_of(state: LedgerState, peer: PeerId, submissions: Sequence[bytes]) -> Standing:
+    """Standing, credits, appeals, and what became of those of the submissions that are this key's."""
+    one = state.contributors.get(peer, Contributor())
+    return Standing(
+        ledger_length=state.length,
+        trained=len(state.trained),
+        admitted=state.admitted(peer),
+        standing=one.standing,
+        reason=one.reason,
+        evicted_for=one.evicted_for,
+        mature=one.balance.mature,
+        maturing=one.balance.maturing,
+        forfeited=one.balance.forfeited,
+        next_appeal=one.next_appeal,
+        appeals=_appeals(state, peer),
+        submissions=_submissions(state, peer, submissions),
+    )
+
+
+def _appeals(state: LedgerState, peer: PeerId) -> tuple[AppealRow, ...]:
+    rows = [
+        AppealRow(key, case.record.submission, case.state, case.answer)
+        for key, case in list(state.appeals.items())
+        if case.author == peer
+    ]
+    return tuple(rows[-MAX_APPEALS_SHOWN:])
+
+
+def _submissions(state: LedgerState, peer: PeerId, keys: Sequence[bytes]) -> tuple[SubmissionRow, ...]:
+    found = [(key, state.submissions.get(key)) for key in keys]
+    return tuple(
+        SubmissionRow(key, one.state, one.used_in) for key, one in found if one is not None and one.author == peer
+    )

@@ -1,0 +1,105 @@
+"""Getting a rejection judged once more: the ledger's rules for appeals and their answers.
+
+Once for each verdict, within the validity window, and answered by a validator that has not judged the submission
+before. Whoever was wrong to appeal waits as long as a window is before the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, field
+from typing import Literal, NoReturn
+
+from protocol.envelope import Signed
+from protocol.errors import LedgerError
+from protocol.identity import PeerId
+from protocol.ledger_memory import LedgerSubmission
+from protocol.records import Appeal, Verdict
+from protocol.standing import Contributor
+
+
+@dataclass
+class LedgerAppeal:
+    """One appeal's life in the ledger."""
+
+    record: Appeal
+    author: PeerId
+    place: int
+    """Number of its entry."""
+    state: Literal["open", "granted", "refused"] = "open"
+    answer: bytes = b""
+    """Id of the verdict that granted or refused it."""
+
+
+@dataclass
+class Appeals:
+    """The appeals of one run."""
+
+    window_steps: int
+    """As long as credits take to mature."""
+    validators: Set[PeerId]
+    cases: dict[bytes, LedgerAppeal] = field(default_factory=dict)
+    """By the appeal's id."""
+    _verdicts: set[bytes] = field(default_factory=set)
+    """Those that were appealed against."""
+    _open: dict[bytes, bytes] = field(default_factory=dict)
+    """By submission: its appeal that nobody has answered."""
+
+    def open_ids(self) -> list[bytes]:
+        """Appeals that wait for an answer, in ledger order."""
+        return sorted(self._open.values(), key=lambda appeal: self.cases[appeal].place)
+
+    def check(
+        self, entry: Signed[Appeal], submission: LedgerSubmission | None, contributor: Contributor, *, trained: int
+    ) -> None:
+        """Raise LedgerError unless this may be the next entry, with so many steps trained."""
+        record = entry.record
+        if submission is None:
+            _refuse("unknown-submission", "an appeal about a submission that is not in the ledger")
+        if submission.author != entry.author:
+            _refuse("not-yours", f"only {submission.author.short}, who handed it in, may appeal")
+        if record.verdict in self._verdicts:
+            _refuse("duplicate-appeal", "this verdict was appealed against before")
+        rejections = {one.id for one in submission.rejections()}
+        if submission.state != "rejected" or submission.settled_step is None or record.verdict not in rejections:
+            _refuse("not-rejected", f"the submission is {submission.state}, and the verdict none that rejects it")
+        if record.submission in self._open:
+            _refuse("appeal-open", "another appeal about this submission waits for its answer")
+        if trained - submission.settled_step > self.window_steps:
+            _refuse("too-late", f"it was rejected more than {self.window_steps} steps ago")
+        if trained < contributor.next_appeal:
+            _refuse("too-soon", f"an appeal was refused before; the next one is after step {contributor.next_appeal}")
+        if self.validators <= submission.verdicts.keys():
+            _refuse("nobody-left", "every validator of this run has judged the submission")
+
+    def add(self, entry: Signed[Appeal], place: int) -> None:
+        """Take one in that was checked."""
+        self.cases[entry.id] = LedgerAppeal(entry.record, entry.author, place)
+        self._verdicts.add(entry.record.verdict)
+        self._open[entry.record.submission] = entry.id
+
+    def asked(self, verdict: Verdict) -> LedgerAppeal:
+        """The appeal that a verdict may answer. Raises LedgerError."""
+        case = self.cases.get(verdict.appeal)
+        if case is None or case.record.submission != verdict.submission:
+            _refuse("appeal", "the verdict answers an appeal that is not in the ledger, or about something else")
+        if case.state != "open":
+            _refuse("appeal", f"the verdict answers an appeal that was {case.state} before")
+        if verdict.outcome == "accept" and not verdict.draw.drawn:
+            _refuse("draw", "the verdict grants an appeal without the costly checks")
+        return case
+
+    def close(self, case: LedgerAppeal, answer: Signed[Verdict]) -> None:
+        """An answer that decides it."""
+        case.state = "granted" if answer.record.outcome == "accept" else "refused"
+        case.answer = answer.id
+        del self._open[case.record.submission]
+
+    @property
+    def wait_steps(self) -> int:
+        """Trained steps after a refused appeal before the same contributor may make another one."""
+        return max(1, self.window_steps)
+
+
+def _refuse(rule: str, message: str) -> NoReturn:
+    raise LedgerError(message, rule=rule)

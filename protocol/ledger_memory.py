@@ -1,0 +1,72 @@
+"""What the ledger's replay remembers of submissions, batches and steps: all that grows with its length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from protocol.envelope import Signed
+from protocol.identity import PeerId
+from protocol.records import Batch, Submission, Trained, Verdict
+
+SubmissionState = Literal["pending", "disputed", "accepted", "rejected", "undecided"]
+
+
+@dataclass
+class LedgerSubmission:
+    """One submission's life in the ledger."""
+
+    record: Submission
+    author: PeerId
+    place: int = 0
+    """Number of its entry."""
+    state: SubmissionState = "pending"
+    """`disputed`: validators contradict each other, and none of both sides has a quorum: another one must judge."""
+    verdicts: dict[PeerId, Signed[Verdict]] = field(default_factory=dict)
+    used_in: int | None = None
+    """The step whose batch it is in."""
+    settled_at: int | None = None
+    """The ledger's length with the entry that accepted or rejected it."""
+    settled_step: int | None = None
+    """Steps that were trained then."""
+    appeal: bytes = b""
+    """Id of the appeal on which it was accepted after a rejection."""
+
+    def rejections(self) -> list[Signed[Verdict]]:
+        """Verdicts that reject it, in ledger order."""
+        return [one for one in self.verdicts.values() if one.record.outcome == "reject"]
+
+
+class Digests(Protocol):
+    """A set of hashes that only grows."""
+
+    def __contains__(self, digest: object, /) -> bool: ...
+
+    def add(self, digest: bytes, /) -> None: ...
+
+
+@dataclass
+class LedgerMemory:
+    """Ordinary collections, or others that put most of it on a disk (for audits)."""
+
+    submissions: MutableMapping[bytes, LedgerSubmission] = field(default_factory=dict)
+    files: Digests = field(default_factory=set[bytes])
+    committed: MutableMapping[int, Batch] = field(default_factory=dict)
+    trained: MutableMapping[int, Trained] = field(default_factory=dict)
+
+
+class BatchSubmissions(Mapping[int, tuple[bytes, ...]]):
+    """The submissions of each step's batch, read from the entries."""
+
+    def __init__(self, committed: Mapping[int, Batch]) -> None:
+        self._committed = committed
+
+    def __getitem__(self, step: int) -> tuple[bytes, ...]:
+        return self._committed[step].submissions
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._committed)
+
+    def __len__(self) -> int:
+        return len(self._committed)

@@ -1,0 +1,136 @@
+import json
+
+import pytest
+from oracle_world import make_evidence
+from typer.testing import CliRunner
+
+from cli import app
+from protocol.errors import ConfigError
+from simnet.compare import compare_reports, load_report, write_comparison
+from simnet.gather import as_json
+from simnet.report import build_report
+
+HOSTILE = "</td><script>alert(1)</script>\x1b[31m"
+
+
+@pytest.fixture
+def evidence():
+    return make_evidence()
+
+
+@pytest.fixture
+def two(tmp_path, evidence):
+    """A run and a later one of the same scenario that was faster, waited longer, and lost an oracle."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    first = build_report(evidence.recording, evidence)
+    (tmp_path / "a" / "report.json").write_bytes(as_json(first))
+    evidence.recording.left_behind = ["relay-0: pid 7"]
+    evidence.recording.trainer.wait_s *= 2
+    for step in evidence.books.steps:
+        step.trained_ms -= 4000 * step.step
+    (tmp_path / "b" / "report.json").write_bytes(as_json(build_report(evidence.recording, evidence)))
+    return tmp_path / "a", tmp_path / "b" / "report.json"
+
+
+def row(comparison, name):
+    (found,) = [one for one in comparison.rows if one.name == name]
+    return found
+
+
+def test_a_report_is_read_as_it_was_written(tmp_path, evidence):
+    report = build_report(evidence.recording, evidence)
+    (tmp_path / "report.json").write_bytes(as_json(report))
+    assert load_report(tmp_path / "report.json") == report
+
+
+def test_figures_are_laid_side_by_side_and_judged_by_what_is_better(two):
+    comparison = compare_reports(*two)
+    assert comparison.same_scenario
+    steps = row(comparison, "steps a minute")
+    assert (steps.a, steps.b, steps.change, steps.judged) == ("6.00", "10.00", "+67%", "better")
+    waits = row(comparison, "trainer waits")
+    assert (waits.a, waits.b, waits.judged) == ("30.0%", "46.2%", "worse")
+    left = row(comparison, "no process left behind")
+    assert (left.a, left.b, left.judged) == ("passed", "failed", "worse")
+    passed = row(comparison, "passed")
+    assert (passed.a, passed.b, passed.judged) == ("yes", "no", "worse")
+    assert row(comparison, "judged → trained, p50").judged == "better"
+    assert row(comparison, "accepted").change == "="
+
+
+def test_a_small_change_is_nobodys_gain(two, tmp_path):
+    table = json.loads((two[0] / "report.json").read_text())
+    table["wall_s"] *= 1.03
+    two[1].write_text(json.dumps(table))
+    assert row(compare_reports(*two), "time").judged == ""
+
+
+def test_what_only_one_of_them_has_is_shown_without_a_change(two):
+    table = json.loads((two[0] / "report.json").read_text())
+    table["hops"], table["bytes_by_relay"] = [], {"relay-9": {"bytes_in": 1, "bytes_out": 2}}
+    two[1].write_text(json.dumps(table))
+    comparison = compare_reports(*two)
+    assert (row(comparison, "made → trained, p50").b, row(comparison, "made → trained, p50").change) == ("–", "")
+    assert (row(comparison, "relay-9 gave out").a, row(comparison, "relay-9 gave out").b) == ("–", "2 B")
+
+
+def test_the_page_is_whole_and_keeps_hostile_text_as_text(two, tmp_path):
+    """Attack: a report that was sent by somebody else holds markup and control characters."""
+    table = json.loads((two[0] / "report.json").read_text())
+    table["title"] = table["scenario"] = table["run"] = table["hops"][0]["name"] = table["oracles"][0]["name"] = HOSTILE
+    two[1].write_text(json.dumps(table))
+    out = tmp_path / "compare.html"
+    write_comparison(compare_reports(*two), out)
+    page = out.read_text()
+    assert "<script" not in page
+    assert "\x1b" not in page
+    assert "two scenarios" in page
+    assert "default-src 'none'" in page
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_the_command_prints_a_table_and_writes_the_page(two, tmp_path):
+    out = tmp_path / "compare.html"
+    done = CliRunner().invoke(app, ["simnet", "compare", str(two[0]), str(two[1]), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    for text in ("steps a minute", "6.00", "10.00", "+67%", "no process left", "failed", str(two[1])):
+        assert text in done.output
+    assert "Mean reward by step" in out.read_text()
+
+
+def test_the_command_prints_json(two):
+    done = CliRunner().invoke(app, ["simnet", "compare", str(two[0]), str(two[1]), "--json"])
+    found = json.loads(done.output)
+    assert found["same_scenario"] is True
+    assert [one["change"] for one in found["rows"] if one["name"] == "steps a minute"] == ["+67%"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{}", "format 1"),
+        ('{"format": 99}', "format 99"),
+        ('{"format": 2}', "not a simulation's report"),
+        ("[" * 10_000, "not a simulation's report"),
+        ("\xff", "not a simulation's report"),
+    ],
+)
+def test_a_file_that_is_no_report_is_said_to_be_none(tmp_path, text, said):
+    (tmp_path / "report.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match=said):
+        load_report(tmp_path / "report.json")
+
+
+def test_a_report_that_is_not_there_is_told_with_what_to_name(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read") as caught:
+        load_report(tmp_path / "nowhere.json")
+    assert "report.json" in caught.value.hint
+
+
+def test_reports_of_other_kinds_of_values_are_refused(two):
+    table = json.loads((two[0] / "report.json").read_text())
+    table["reward"] = "high"
+    two[1].write_text(json.dumps(table))
+    with pytest.raises(ConfigError, match="reward"):
+        compare_reports(*two)

@@ -1,0 +1,126 @@
+"""Ctrl-C at any moment of a real simulation in a process of its own: all children are gone within five seconds."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from simnet_world import wait_for
+
+from simnet.processes import ProcessTable
+
+ALL_GONE_S = 5.0
+SCENARIO = """
+[link.far]
+delay_ms = 5
+[[fleet]]
+role = "trainer"
+[[fleet]]
+role = "relay"
+[[fleet]]
+role = "validator"
+[[fleet]]
+role = "inference"
+link = "far"
+[until]
+timeout_s = 60
+"""
+FAKE = """
+import sys
+sys.path.insert(0, {here!r})
+from simnet_world import FakeCommands
+from simnet import run_scenario
+print("begun", flush=True)
+sys.exit(run_scenario({scenario!r}, {out!r}, live=False, commands=FakeCommands()))
+"""
+
+
+def begin(tmp_path, *, command=None):
+    """Start a simulation that leads a session of its own, as a shell's job does."""
+    scenario = tmp_path / "small.toml"
+    scenario.write_text(SCENARIO)
+    here = str(Path(__file__).parent)
+    script = FAKE.format(here=here, scenario=str(scenario), out=str(tmp_path / "out"))
+    return subprocess.Popen(
+        command or [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def children_of(process):
+    return ProcessTable().descendants(process.pid)
+
+
+def interrupt(process, *, known=frozenset()):
+    """Ctrl-C; how long it takes until no descendant that was there, or came meanwhile, is left."""
+    started, seen = time.monotonic(), set(known)
+    os.kill(process.pid, signal.SIGINT)
+    while True:
+        seen |= children_of(process)
+        if not ProcessTable().alive(seen) and (not children_of(process) or process.poll() is not None):
+            return time.monotonic() - started
+        assert time.monotonic() - started < 30, "processes are left"
+        time.sleep(0.01)
+
+
+LONG = [
+    pytest.param(moment, marks=pytest.mark.long) for moment in ("first child", "network", "first node", "all nodes")
+]
+
+
+@pytest.mark.parametrize("moment", ["identities", "second round", *LONG])
+def test_all_children_are_gone_within_five_seconds(tmp_path, moment):
+    out = tmp_path / "out"
+    conditions = {
+        "first child": lambda: children_of(process),
+        "network": lambda: (out / "nodes").exists(),
+        "identities": lambda: any(out.glob("nodes/*/data")),
+        "first node": lambda: any(out.glob("nodes/relay-0/log.txt")),
+        "all nodes": lambda: len(list(out.glob("nodes/*/log.txt"))) == 4,
+        "second round": lambda: len(list(out.glob("nodes/*/data/status.url"))) == 4,
+    }
+    process = begin(tmp_path)
+    try:
+        wait_for(conditions[moment], timeout_s=60)
+        assert interrupt(process, known=children_of(process)) < ALL_GONE_S
+        process.communicate(timeout=30)
+        assert process.returncode == 130
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.long
+def test_a_second_interrupt_while_it_closes_leaves_nothing_behind(tmp_path):
+    process = begin(tmp_path)
+    try:
+        wait_for(lambda: len(list(tmp_path.glob("out/nodes/*/data/status.url"))) == 4, timeout_s=60)
+        known = children_of(process)
+        os.kill(process.pid, signal.SIGINT)
+        assert interrupt(process, known=known) < ALL_GONE_S
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("after_s", [0.5, 3, 8, 14, 20, 30])
+def test_real_nodes_are_gone_within_five_seconds(tmp_path, after_s):
+    """Whatever a real fleet is doing by then: identities, the run, first steps, training."""
+    out = str(tmp_path / "out")
+    process = begin(
+        tmp_path, command=[sys.executable, "-m", "cli", "simnet", "run", "partition", "--short", "--out", out]
+    )
+    try:
+        time.sleep(after_s)
+        assert interrupt(process, known=children_of(process)) < ALL_GONE_S
+        process.communicate(timeout=60)
+        assert process.returncode in (130, -signal.SIGINT)
+    finally:
+        process.kill()
+        process.communicate()

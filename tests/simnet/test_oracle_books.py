@@ -1,0 +1,159 @@
+"""The ledger, the relays' promises and the logs, read from the places where nodes leave them."""
+
+import hashlib
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from factories import (
+    OPERATOR,
+    VALIDATOR,
+    make_batch,
+    make_manifest,
+    make_submission,
+    make_trained,
+    make_verdict,
+    receipt_of,
+    sealed,
+)
+
+from node.ledger.segments import SegmentWriter
+from node.relay.store import RelayStore
+from protocol.identity import Identity
+from simnet.oracles.books import Account, Copy, Promise, StepSeen, read_books
+from simnet.oracles.logs import read_checkpoints
+
+ALICE = Identity.from_phrase("alice")
+CONTENT = b"rollouts" * 10
+MANIFEST = sealed(make_manifest(), OPERATOR)
+RUN = MANIFEST.id
+FILES = [make_submission(ALICE, RUN, index=index, size=len(CONTENT)) for index in range(2)]
+VERDICT = make_verdict(FILES[0], by=VALIDATOR, issued_at_ms=20)
+ENTRIES = [FILES[0].data, FILES[1].data, VERDICT.data, make_batch(RUN, 0, FILES[:1]), make_trained(RUN, 0)]
+
+
+def data_dir(directory: Path, entries: list[bytes]) -> Path:
+    """What a node leaves: the manifest and a ledger."""
+    (directory / "ledger").mkdir(parents=True)
+    with closing(SegmentWriter(directory / "ledger", start=RUN)) as writer:
+        writer.append(entries)
+    (directory / "manifest").write_bytes(MANIFEST.data)
+    return directory
+
+
+def test_a_ledger_is_read_as_plain_values(tmp_path):
+    books = read_books({"trainer-0": data_dir(tmp_path, ENTRIES)}, trainer="trainer-0")
+    assert (books.problem, books.breaches, books.entries) == ("", [], 5)
+    first, second = books.submissions
+    assert (first.state, first.used_in, first.judged_ms, first.contributor) == ("accepted", 0, 20, str(ALICE.peer_id))
+    assert (second.state, second.used_in, second.judged_ms) == ("pending", None, None)
+    assert books.steps == [StepSeen(0, [FILES[0].id.hex()], 3, 4)]
+    assert [(one.peer_id, one.accepted) for one in books.accounts] == [(str(ALICE.peer_id), 1)]
+    assert isinstance(books.accounts[0], Account)
+
+
+def test_a_copy_agrees_as_long_as_it_is_the_beginning_of_the_trainers(tmp_path):
+    """Attack: the trainer gives one relay another history."""
+    directories = {
+        "trainer-0": data_dir(tmp_path / "t", ENTRIES),
+        "relay-0": data_dir(tmp_path / "r", ENTRIES[:3]),
+        "relay-1": data_dir(tmp_path / "s", [ENTRIES[1], ENTRIES[0]]),
+        "inference-0": tmp_path / "none",
+    }
+    assert read_books(directories, trainer="trainer-0").copies == [
+        Copy("relay-0", 3, agrees=True),
+        Copy("relay-1", 2, agrees=False),
+    ]
+
+
+def test_a_relays_promises_and_what_validators_made_of_them(tmp_path):
+    relay = tmp_path / "r"
+    store = RelayStore(relay / "relay", max_bytes=1 << 24)
+    files = [
+        make_submission(ALICE, RUN, index=at, sha256=hashlib.sha256(CONTENT).digest(), size=len(CONTENT))
+        for at in range(2)
+    ]
+    for one in files:
+        with store.upload(one) as upload:
+            upload.write(CONTENT)
+            upload.keep(lambda one=one: receipt_of(one).data)
+    store.add_verdict(make_verdict(files[0], by=VALIDATOR))
+    store.close()
+    books = read_books({"trainer-0": data_dir(tmp_path / "t", ENTRIES), "relay-0": relay}, trainer="trainer-0")
+    assert books.promises == [
+        Promise(files[0].id.hex(), str(ALICE.peer_id), 2, accepts=1),
+        Promise(files[1].id.hex(), str(ALICE.peer_id), 2, accepts=0),
+    ]
+
+
+def test_a_store_that_is_none_is_noted(tmp_path):
+    (tmp_path / "r" / "relay").mkdir(parents=True)
+    (tmp_path / "r" / "relay" / "relay.sqlite").write_bytes(b"no database at all" * 100)
+    books = read_books({"trainer-0": data_dir(tmp_path / "t", ENTRIES), "relay-0": tmp_path / "r"}, trainer="trainer-0")
+    assert books.promises == []
+    assert any("relay-0" in note for note in books.notes)
+
+
+def test_no_ledger_is_a_problem_and_no_exception(tmp_path):
+    assert "knows no run" in read_books({"trainer-0": tmp_path}, trainer="trainer-0").problem
+
+
+def test_a_damaged_ledger_is_what_the_audit_finds(tmp_path):
+    directory = data_dir(tmp_path, ENTRIES)
+    segment = next((directory / "ledger").glob("segment-*"))
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    segment.write_bytes(bytes(data))
+    assert read_books({"trainer-0": directory}, trainer="trainer-0").breaches
+
+
+def line(second: int, text: str) -> str:
+    at = datetime(2026, 1, 1, 0, 0, second, 250_000, tzinfo=UTC)
+    return f"{at:%Y-%m-%dT%H:%M:%S}.250Z info {text}\n"
+
+
+def at_ms(second: int) -> int:
+    return round(datetime(2026, 1, 1, 0, 0, second, 250_000, tzinfo=UTC).timestamp() * 1000)
+
+
+def test_a_checkpoints_way_is_read_from_the_logs(tmp_path):
+    logs = {
+        "trainer-0": (
+            "trainer",
+            line(1, "p2p.shardcast.store published step=0 id=ab bytes=9 shards=1")
+            + line(5, "p2p.shardcast.store published step=1 id=ab bytes=9 shards=1"),
+        ),
+        "relay-0": ("relay", "noise\n" + line(2, "p2p.shardcast.puller pulled step=0 bytes=9")),
+        "inference-0": (
+            "inference",
+            line(3, "node.policies checkpoint step=0 bytes=9 held")
+            + line(4, "node.policies checkpoint step=0 bytes=9 held")
+            + line(4, "node.policies checkpoint step=7 bytes=9 held"),
+        ),
+    }
+    for name, (_, text) in logs.items():
+        (tmp_path / name).write_text(text)
+    first, second = read_checkpoints({name: (role, tmp_path / name) for name, (role, _) in logs.items()})
+    assert (first.published_ms, first.at_relays, first.held) == (
+        at_ms(1), {"relay-0": at_ms(2)}, {"inference-0": at_ms(3)},
+    )  # fmt: skip
+    assert (second.step, second.at_relays, second.held) == (1, {}, {})
+
+
+def test_an_inference_node_cannot_pose_as_the_trainer_in_its_log(tmp_path):
+    """Attack: a node writes the trainer's lines into its own log."""
+    (tmp_path / "log").write_text(line(1, "p2p.shardcast.store published step=0 id=ab bytes=9 shards=1"))
+    assert read_checkpoints({"cheat-0": ("inference", tmp_path / "log")}) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("p2p/shardcast/store.py", '"published step=%d id=%s'),
+        ("p2p/shardcast/puller.py", '"pulled step=%d bytes=%d"'),
+        ("node/policies.py", '"checkpoint step=%d bytes=%d held"'),
+    ],
+)
+def test_the_lines_that_are_looked_for_are_those_that_nodes_write(path, text):
+    assert text in (Path(__file__).parents[2] / path).read_text()

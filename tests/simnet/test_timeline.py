@@ -1,0 +1,87 @@
+"""The fault plan is a pure function of scenario and seed."""
+
+import subprocess
+import sys
+
+import pytest
+
+from simnet.scenario import parse_scenario
+from simnet.timeline import describe, plan_faults
+
+
+@pytest.fixture
+def drawn(small):
+    small["fleet"][3]["count"] = 3
+    small["random"] = [
+        {"nodes": "inference-*", "actions": ["kill", "stop", "partition"], "count": 12, "from_s": 5, "to_s": 50},
+        {"nodes": "relay-0", "actions": ["clock", "disk-slow", "restart"], "count": 6, "from_step": 2, "to_step": 9},
+    ]
+    return small
+
+
+def lines(table, seed):
+    return list(describe(plan_faults(parse_scenario(table, name="x"), seed)))
+
+
+def test_the_same_seed_gives_the_same_plan_and_another_one_another(drawn):
+    assert lines(drawn, 7) == lines(drawn, 7)
+    assert lines(drawn, 7) != lines(drawn, 8)
+
+
+def test_the_plan_does_not_depend_on_the_process(drawn):
+    """Attack of chance: hashes of texts differ from one process to the next."""
+    code = (
+        "from simnet.scenario import parse_scenario\n"
+        "from simnet.timeline import describe, plan_faults\n"
+        f"print('\\n'.join(describe(plan_faults(parse_scenario({drawn!r}, name='x'), 7))))"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines() == lines(drawn, 7)
+
+
+def test_drawn_faults_lie_within_their_bounds_and_are_undone(drawn):
+    plan = plan_faults(parse_scenario(drawn, name="x"), 3)
+    assert len(plan) == 18
+    timed = [fault for fault in plan if fault.node != "relay-0"]
+    assert all(5 <= fault.at_s <= 50 and 5 <= fault.for_s <= 20 for fault in timed)
+    stepped = [fault for fault in plan if fault.node == "relay-0"]
+    assert all(2 <= fault.at_step <= 9 for fault in stepped)
+    assert all(-60 <= fault.seconds <= 60 for fault in stepped if fault.action == "clock")
+    assert {fault.node for fault in timed} <= {"inference-0", "inference-1", "inference-2"}
+
+
+def test_faults_of_a_node_are_in_their_order(drawn):
+    plan = plan_faults(parse_scenario(drawn, name="x"), 5)
+    for node in {fault.node for fault in plan}:
+        moments = [fault.at_s if fault.at_step is None else fault.at_step for fault in plan if fault.node == node]
+        assert moments == sorted(moments)
+
+
+def test_another_draw_does_not_move_the_first_one(drawn):
+    before = [line for line in lines(drawn, 1) if "inference" in line]
+    drawn["random"].append({"nodes": "validator-0", "actions": ["stop"], "count": 3, "from_s": 1, "to_s": 2})
+    assert [line for line in lines(drawn, 1) if "inference" in line] == before
+
+
+def test_nodes_that_match_a_pattern_are_parted_from_the_rest_together(small):
+    small["fleet"][3]["count"] = 2
+    small["fault"] = [{"node": "inference-*", "action": "partition", "at_step": 3, "for_s": 10}]
+    plan = plan_faults(parse_scenario(small, name="x"), 0)
+    assert [(fault.node, fault.side) for fault in plan] == [
+        ("inference-0", "inference-*"),
+        ("inference-1", "inference-*"),
+    ]
+
+
+def test_staggered_joins_and_leaves_are_faults(small):
+    small["fleet"][3].update(count=3, join_at_s=10, join_every_s=5, leave_at_s=60, leave_every_s=1)
+    scenario = parse_scenario(small, name="x")
+    assert [plan.absent for plan in scenario.nodes() if plan.name.startswith("inference")] == [True] * 3
+    assert list(describe(plan_faults(scenario, 0))) == [
+        "10 s: inference-0 join",
+        "60 s: inference-0 leave",
+        "15 s: inference-1 join",
+        "61 s: inference-1 leave",
+        "20 s: inference-2 join",
+        "62 s: inference-2 leave",
+    ]
