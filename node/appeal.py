@@ -89,6 +89,8 @@ def appeal(
             petition = _kept(data_dir, identity, rejection, reason)
             await _hand_in(swarm, petition, say)
             found = await _follow(swarm, petition, evicts=rejection.record.hard, wait_s=wait_s, say=say)
+            if found["state"] == "undecided":
+                (data_dir / APPEALS / rejection.id.hex()).unlink(missing_ok=True)  # the next one is another appeal
             nursery.cancel_scope.cancel()
         return found
 
@@ -155,7 +157,7 @@ async def _meet(swarm: Swarm, find_s: float) -> None:
 async def _follow(swarm: Swarm, petition: Signed[Appeal], *, evicts: bool, wait_s: float, say: Say) -> dict[str, Any]:
     stage = "taken"
     with trio.move_on_after(wait_s):
-        while stage not in ("refused", "reinstated", "granted"):
+        while stage not in ("refused", "reinstated", "granted", "undecided"):
             await trio.sleep(POLL_S)
             latest = await _stage(swarm.clients, petition, evicts=evicts)
             if latest != stage:
@@ -171,6 +173,7 @@ SAID: Final = {
     "returning": "granted; the trainer takes the eviction back",
     "reinstated": "granted, and the eviction is taken back with what it took: start the node again",
     "refused": "refused: the other validator rejects it too; the next appeal has to wait",
+    "undecided": "no validator that was left could tell; it may be filed once more: run the same command again",
 }
 
 

@@ -28,7 +28,7 @@ class AppealRow(msgspec.Struct, frozen=True):
 
     appeal: Id
     submission: Id
-    state: Literal["open", "granted", "refused"]
+    state: Literal["open", "granted", "refused", "undecided"]
     answer: Annotated[bytes, Meta(max_length=32)]
 
 

@@ -1,14 +1,15 @@
 """Getting a rejection judged once more: the ledger's rules for appeals and their answers.
 
-Once for each verdict, within the validity window, and answered by a validator that has not judged the submission
-before. Whoever was wrong to appeal waits as long as a window is before the next one.
+Once for each verdict, one at a time for each contributor, within the validity window, and answered by a validator that
+has not decided about the submission before. Whoever was wrong to appeal waits as long as a window is before the next
+one. Where none of those who are left can tell, the appeal ends, and may be filed once more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass, field
-from typing import Literal, NoReturn
+from typing import Final, Literal, NoReturn
 
 from protocol.envelope import Signed
 from protocol.errors import LedgerError
@@ -16,6 +17,10 @@ from protocol.identity import PeerId
 from protocol.ledger_memory import LedgerSubmission
 from protocol.records import Appeal, Verdict
 from protocol.standing import Contributor
+
+MAX_FILINGS: Final = 2
+"""Against one verdict: the second only where nobody could tell at the first."""
+AppealState = Literal["open", "granted", "refused", "undecided"]
 
 
 @dataclass
@@ -26,9 +31,12 @@ class LedgerAppeal:
     author: PeerId
     place: int
     """Number of its entry."""
-    state: Literal["open", "granted", "refused"] = "open"
+    state: AppealState = "open"
+    """`undecided`: every validator that was left could not tell."""
     answer: bytes = b""
     """Id of the verdict that granted or refused it."""
+    ended_step: int = 0
+    """Steps that were trained when it ended undecided."""
 
 
 @dataclass
@@ -40,10 +48,10 @@ class Appeals:
     validators: Set[PeerId]
     cases: dict[bytes, LedgerAppeal] = field(default_factory=dict)
     """By the appeal's id."""
-    _verdicts: set[bytes] = field(default_factory=set)
-    """Those that were appealed against."""
-    _open: dict[bytes, bytes] = field(default_factory=dict)
-    """By submission: its appeal that nobody has answered."""
+    _filed: dict[bytes, list[bytes]] = field(default_factory=dict)
+    """By verdict that was appealed against: the appeals, one or two."""
+    _open: dict[PeerId, bytes] = field(default_factory=dict)
+    """By contributor: its appeal that nobody has answered."""
 
     def open_ids(self) -> list[bytes]:
         """Appeals that wait for an answer, in ledger order."""
@@ -58,25 +66,27 @@ class Appeals:
             _refuse("unknown-submission", "an appeal about a submission that is not in the ledger")
         if submission.author != entry.author:
             _refuse("not-yours", f"only {submission.author.short}, who handed it in, may appeal")
-        if record.verdict in self._verdicts:
+        before = [self.cases[key] for key in self._filed.get(record.verdict, ())]
+        if entry.id in self.cases or len(before) >= MAX_FILINGS or any(one.state != "undecided" for one in before):
             _refuse("duplicate-appeal", "this verdict was appealed against before")
         rejections = {one.id for one in submission.rejections()}
         if submission.state != "rejected" or submission.settled_step is None or record.verdict not in rejections:
             _refuse("not-rejected", f"the submission is {submission.state}, and the verdict none that rejects it")
-        if record.submission in self._open:
-            _refuse("appeal-open", "another appeal about this submission waits for its answer")
-        if trained - submission.settled_step > self.window_steps:
+        if entry.author in self._open:
+            _refuse("appeal-open", f"another appeal by {entry.author.short} waits for its answer: one at a time")
+        since = max([submission.settled_step, *(one.ended_step for one in before)])
+        if trained - since > self.window_steps:
             _refuse("too-late", f"it was rejected more than {self.window_steps} steps ago")
         if trained < contributor.next_appeal:
             _refuse("too-soon", f"an appeal was refused before; the next one is after step {contributor.next_appeal}")
-        if self.validators <= submission.verdicts.keys():
-            _refuse("nobody-left", "every validator of this run has judged the submission")
+        if self.validators <= submission.decided():
+            _refuse("nobody-left", "every validator of this run has decided about the submission")
 
     def add(self, entry: Signed[Appeal], place: int) -> None:
         """Take one in that was checked."""
         self.cases[entry.id] = LedgerAppeal(entry.record, entry.author, place)
-        self._verdicts.add(entry.record.verdict)
-        self._open[entry.record.submission] = entry.id
+        self._filed.setdefault(entry.record.verdict, []).append(entry.id)
+        self._open[entry.author] = entry.id
 
     def asked(self, verdict: Verdict) -> LedgerAppeal:
         """The appeal that a verdict may answer. Raises LedgerError."""
@@ -93,7 +103,14 @@ class Appeals:
         """An answer that decides it."""
         case.state = "granted" if answer.record.outcome == "accept" else "refused"
         case.answer = answer.id
-        del self._open[case.record.submission]
+        del self._open[case.author]
+
+    def could_not_tell(self, appeal: bytes, submission: LedgerSubmission, *, trained: int) -> None:
+        """One more validator answers so: the appeal ends where that was the last one left."""
+        case, asked = self.cases[appeal], self.validators - submission.decided()
+        if all(peer in submission.verdicts and submission.verdicts[peer].record.appeal == appeal for peer in asked):
+            case.state, case.ended_step = "undecided", trained
+            del self._open[case.author]
 
     @property
     def wait_steps(self) -> int:

@@ -116,7 +116,7 @@ class LedgerState:
         return self._appeals.cases
 
     def open_appeals(self) -> list[bytes]:
-        """Appeals that wait for a validator that has not judged the submission, in ledger order."""
+        """Appeals that wait for a validator that has not decided about the submission, in ledger order."""
         return self._appeals.open_ids()
 
     def admitted(self, peer: PeerId) -> bool:
@@ -248,19 +248,24 @@ class LedgerState:
         submission = self.submissions.get(record.submission)
         if submission is None:
             _refuse("unknown-submission", "a verdict about a submission that is not in the ledger")
-        if entry.author in submission.verdicts:
+        if submission.was_judged_by(entry.author, record):
             _refuse("duplicate-verdict", f"{entry.author.short} has already judged this submission")
+        if submission.state in ("accepted", "rejected") and not record.appeal:
+            _refuse("settled", f"the submission is {submission.state}; who has not judged it is kept for an appeal")
         if record.contributor != submission.author.public_key or record.step != submission.record.step:
             _refuse("mismatch", "the verdict names another contributor or step than the submission")
         if record.outcome == "accept" and not record.draw.drawn:
             self._require_undrawn(record)
         appeal = self._appeals.asked(record) if record.appeal else None
+        submission.verdicts.pop(entry.author, None)
         submission.verdicts[entry.author] = entry
         if record.outcome == "reject" and record.hard:
             self._hard[entry.id] = record.submission
-        if submission.state in ("pending", "undecided", "disputed"):
+        if appeal is None:
             self._count(submission, record)
-        if appeal is not None and record.outcome != "undecided":
+        elif record.outcome == "undecided":
+            self._appeals.could_not_tell(record.appeal, submission, trained=len(self.trained))
+        else:
             self._answer(appeal, submission, entry)
 
     def _require_undrawn(self, verdict: Verdict) -> None:

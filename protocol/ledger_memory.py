@@ -24,6 +24,7 @@ class LedgerSubmission:
     state: SubmissionState = "pending"
     """`disputed`: validators contradict each other, and none of both sides has a quorum: another one must judge."""
     verdicts: dict[PeerId, Signed[Verdict]] = field(default_factory=dict)
+    """The latest of each validator, in ledger order: a decision takes the place of an `undecided`."""
     used_in: int | None = None
     """The step whose batch it is in."""
     settled_at: int | None = None
@@ -32,6 +33,18 @@ class LedgerSubmission:
     """Steps that were trained then."""
     appeal: bytes = b""
     """Id of the appeal on which it was accepted after a rejection."""
+
+    def decided(self) -> set[PeerId]:
+        """Validators that accept or reject it: these have no more to say."""
+        return {peer for peer, one in self.verdicts.items() if one.record.outcome != "undecided"}
+
+    def was_judged_by(self, peer: PeerId, verdict: Verdict) -> bool:
+        """Whether this validator has decided before, or said before that it cannot tell, and no more does now."""
+        before = self.verdicts.get(peer)
+        if before is None:
+            return False
+        again = verdict.outcome == "undecided" and verdict.appeal == before.record.appeal
+        return again or before.record.outcome != "undecided"
 
     def rejections(self) -> list[Signed[Verdict]]:
         """Verdicts that reject it, in ledger order."""

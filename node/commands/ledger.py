@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 import typer
@@ -46,6 +46,11 @@ ProcessesOption = Annotated[
     typer.Option("--processes", min=0, max=64, help="Processes that check signatures. Default: by size and cores."),
 ]
 CsvOption = Annotated[bool, typer.Option("--csv", help="Print CSV.")]
+
+
+TIMEOUT_S: Final = 30.0
+KEPT_TIMEOUT_S: Final = 5.0
+"""Where something can be shown without the run."""
 
 
 def register(app: typer.Typer) -> None:
@@ -120,13 +125,22 @@ def show_mine(
     bootstrap: BootstrapOption = None,
     source: FromOption = None,
     data_dir: DataDirOption = None,
-    timeout_s: TimeoutOption = 30.0,
+    timeout_s: Annotated[
+        float | None,
+        typer.Option(
+            "--timeout-s",
+            min=1,
+            max=600,
+            show_default=False,
+            help="Seconds to look for the run. Default: 30, and 5 where receipts are kept here.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
     as_csv: CsvOption = False,
 ) -> None:
     """Show one contributor's work: every submission, what was said of it, what it earns."""
     from node.ledger.rows import SUBMISSION_COLUMNS
-    from node.ledger.show import mine, print_csv, print_mine
+    from node.ledger.show import kept_alone, mine, print_csv, print_kept_alone, print_mine
     from node.receipts import kept_receipts, summary
     from protocol.identity import PeerId
 
@@ -134,7 +148,20 @@ def show_mine(
     directory = None if peer else begin_anywhere(data_dir)
     whose = _own_peer(directory) if directory else parsed(PeerId.parse, peer or "", what="--peer")
     kept = [] if directory is None else kept_receipts(directory)
-    found = mine(_where(run, bootstrap, source, None if source else data_dir, timeout_s), whose, say=say)
+    has_other = bool(kept) and source is None and run is None and not bootstrap
+    where = _where(
+        run, bootstrap, source, None if source else data_dir, timeout_s or (KEPT_TIMEOUT_S if has_other else TIMEOUT_S)
+    )
+    try:
+        found = mine(where, whose, say=say)
+    except NodeError as error:
+        if not has_other or where.has_own:
+            raise
+        alone = kept_alone(kept, error)
+        if as_csv:
+            say(alone["notes"][0])
+            return print_csv(SUBMISSION_COLUMNS, [], typer.echo)
+        return emit(alone, as_json=as_json, show=print_kept_alone)
     if as_csv:
         return print_csv(SUBMISSION_COLUMNS, found["submissions"], typer.echo)
     emit({**found, "kept": kept}, as_json=as_json, show=lambda _: print_mine(found, whose))

@@ -74,4 +74,4 @@ def appeal_verdict(
         say=say,
     )
     emit(found, as_json=as_json, show=lambda one: typer.echo(f"{one['appeal']}: {one['state']}"))
-    raise typer.Exit(1 if found["state"] == "refused" else 0)
+    raise typer.Exit(1 if found["state"] in ("refused", "undecided") else 0)

@@ -82,5 +82,6 @@ def appeals_text(appeals: Sequence[AppealRow]) -> str:
         "open": "is in the ledger and waits for another validator",
         "granted": "was granted",
         "refused": "was refused",
+        "undecided": "ended without a decision, and may be filed once more",
     }
     return "; ".join(f"about {row.submission.hex()[:12]}: {said[row.state]}" for row in appeals)

@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from node.ledger.books import Books
+from node.ledger.duties import Duties
 from node.ledger.rows import leaderboard, run_row
 from node.ledger.signatures import Checked, Fault, fault_kind
 from protocol.draw import beacon_of, check_rate, is_drawn
@@ -104,12 +105,14 @@ class Audit:
         self._books = Books(self.state, self._complain)
         self._lineage = _Lineage(self.state, self.breaches)
         self._beacons = _Beacons(self.state, self.breaches, self._lineage)
+        self._duties = Duties(self.state)
+        self._notes: list[str] = []
 
     def take(self, checked: Checked) -> None:
         """Hold one entry against the rules and the audit's own books. Raises MalformedError where the chain ends."""
         entry, fault, number = checked.entry, checked.fault, checked.number
         if fault is not None:
-            self.breaches.add(fault.kind, entry.author if entry else None, fault.what, entry=number)
+            self._blame(fault, entry, number)
         if entry is None or (fault is not None and not _costs_nothing(entry, fault)):
             return self.state.pass_over(id_of(checked.data))
         try:
@@ -124,11 +127,13 @@ class Audit:
         self, *, heads: Iterable[Signed[Head]] = (), checkpoints: Iterable[Signed[CheckpointManifest]] = ()
     ) -> None:
         """Compare with signed heads and checkpoints that are at hand, and close the books."""
+        heads = tuple(heads)
         for head in heads:
             self._beacons.see(head, None)
         for checkpoint in checkpoints:
             self._lineage.held(checkpoint)
         self._books.close()
+        self._close_duties(over=any(self._ends(head) for head in heads))
 
     def report(self, notes: Sequence[str] = ()) -> Report:
         record = self.manifest.record
@@ -143,7 +148,7 @@ class Audit:
             appeals=dict(Counter(case.state for case in self.state.appeals.values())),
             breaches=self.breaches.found,
             breaches_by_kind=dict(self.breaches.counts),
-            notes=list(notes),
+            notes=[*notes, *self._notes],
         )
 
     def _note(self, entry: Signed[Any], number: int) -> None:
@@ -152,14 +157,39 @@ class Audit:
                 self._count(entry)
                 self._books.verdict(entry, number)
                 self._beacons.verdict(entry, number)
+                self._duties.verdict(entry, number)
             case Batch():
                 self._lineage.batch(entry.record, number)
             case Trained():
                 self._lineage.trained(entry.record, number)
             case Eviction():
                 self._books.eviction(entry.record)
+                self._duties.eviction(entry.record)
             case Reinstatement():
                 self._books.reinstatement(entry.record)
+
+    def _ends(self, head: Signed[Head]) -> bool:
+        """Whether the trainer has signed that the run is over with these entries."""
+        record = head.record
+        return (
+            head.author == self.state.manifest.trainer_id and record.finished and (record.ledger_tip == self.state.tip)
+        )
+
+    def _close_duties(self, *, over: bool) -> None:
+        trainer = self.state.manifest.trainer_id
+        for duty in self._duties.left(over=over):
+            if duty.overdue:
+                self.breaches.add(duty.kind, trainer, duty.what, entry=duty.entry)
+            else:
+                self._notes.append(f"{duty.kind}: {duty.what} yet, since entry {duty.entry}")
+
+    def _blame(self, fault: Fault, entry: Signed[Any] | None, number: int) -> None:
+        """A false signature of an entry is not its author's, who is only named; one within is, for it was signed."""
+        if fault.where == "entry" and fault.kind == "signature" and entry is not None:
+            what = f"{fault.what}; {entry.author} is named as its author, which this does not show"
+            self.breaches.add(fault.kind, None, what, entry=number)
+        else:
+            self.breaches.add(fault.kind, entry.author if entry else None, fault.what, entry=number)
 
     def _complain(self, kind: str, who: PeerId | None, what: str, entry: int | None) -> None:
         self.breaches.add(kind, who, what, entry=entry)
@@ -245,8 +275,11 @@ class _Beacons:
             return
         tip = self._state.tip_at(record.ledger_length)
         if tip is None and near is None:
-            what = f"head {record.sequence} speaks of {record.ledger_length} entries; there are {self._state.length}"
-            self._breaches.add("truncated", trainer, what)
+            what = (
+                f"head {record.sequence} speaks of {record.ledger_length} entries; there are {self._state.length}: the "
+                "rest was left out, or this copy is damaged"
+            )
+            self._breaches.add("truncated", None, what)
         elif tip not in (None, record.ledger_tip):
             what = f"head {record.sequence} names another ledger of {record.ledger_length} entries than this one"
             self._breaches.add("fork", trainer, what, entry=near)

@@ -1,7 +1,7 @@
 """The audit's own books: credits by verdicts, evictions and answers alone, held against what the rules make of them.
 
-Written apart from protocol.balances on purpose: lots with the number of trained steps at which they mature, and at the
-end a sum over them.
+Written apart from protocol.balances on purpose: votes counted here, lots with the number of trained steps at which they
+mature, and at the end a sum over them. What the rules say that a submission is, is compared and never taken over.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 from protocol.envelope import Signed
 from protocol.identity import PeerId
@@ -17,6 +18,7 @@ from protocol.records import Eviction, Reinstatement, Verdict
 
 Complain = Callable[[str, PeerId | None, str, int | None], None]
 """Kind of breach, who, what, entry."""
+_STATES: Final = ("", "accepted", "rejected")
 
 
 @dataclass
@@ -38,6 +40,10 @@ class Books:
         self._state = state
         self._complain = complain
         self._validators = frozenset(state.manifest.validator_ids)
+        self._votes: dict[bytes, dict[PeerId, str]] = {}
+        """Of submissions that are not settled."""
+        self._settled = bytearray()
+        """By number of a submission's entry: 1 accepted, 2 rejected; a byte for each entry."""
         self._accounts: dict[PeerId, _Account] = {}
         self._earned = 0
 
@@ -48,16 +54,38 @@ class Books:
 
     def verdict(self, entry: Signed[Verdict], number: int) -> None:
         """One more judgement: it may be the one that accepts."""
-        one = self._state.submissions[entry.record.submission]
-        if entry.record.outcome != "accept" or one.state != "accepted":
-            return
-        votes = [signed.record.outcome for signed in one.verdicts.values() if not signed.record.appeal]
-        answers = one.appeal != b"" and entry.record.appeal == one.appeal
-        if not answers and (entry.record.appeal or votes.count("accept") != self._state.manifest.quorum or one.appeal):
-            return
-        if not one.verdicts.keys() <= self._validators:
-            self._complain("quorum", entry.author, "accepted by votes of others than validators", number)
-        self._pay(one.author, self._state.manifest.credits.of(one.record.output_tokens))
+        key = entry.record.submission
+        one = self._state.submissions[key]
+        before = self._state_of(one.place)
+        now = self._answered(entry, before) if entry.record.appeal else self._voted(entry, before)
+        if now == "accepted" != before:
+            self._pay(one.author, self._state.manifest.credits.of(one.record.output_tokens))
+        if now != before:
+            self._settled += bytes(max(0, one.place + 1 - len(self._settled)))
+            self._settled[one.place] = _STATES.index(now)
+        if now != (one.state if one.state in _STATES else ""):
+            what = f"submission {key.hex()[:12]} is {one.state}, where the votes make it {now or 'neither'}"
+            self._complain("quorum", None, what, number)
+
+    def _state_of(self, place: int) -> str:
+        return _STATES[self._settled[place]] if place < len(self._settled) else ""
+
+    def _voted(self, entry: Signed[Verdict], before: str) -> str:
+        """What a submission is after one more vote: what it was, once it is settled."""
+        if before or entry.author not in self._validators:
+            return before
+        votes = self._votes.setdefault(entry.record.submission, {})
+        votes[entry.author] = entry.record.outcome
+        said, quorum = list(votes.values()), self._state.manifest.quorum
+        now = next((state for state in _STATES[1:] if said.count(state[:6]) >= quorum), "")
+        if now:
+            del self._votes[entry.record.submission]
+        return now
+
+    def _answered(self, entry: Signed[Verdict], before: str) -> str:
+        """What a submission is after an answer to an appeal."""
+        granted = before == "rejected" and entry.record.outcome == "accept" and entry.author in self._validators
+        return "accepted" if granted else before
 
     def _pay(self, peer: PeerId, amount: int) -> None:
         account = self._accounts.setdefault(peer, _Account())

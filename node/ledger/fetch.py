@@ -1,7 +1,8 @@
 """A run's ledger from its relays into a directory, by somebody who is no node of it: for audits from outside.
 
-Joins for a moment as a client with a key made for it. The entries are kept as they come, whatever they say, if they
-lead to the tip that the trainer's newest head names. Writes what node.ledger.material finds again.
+Joins for a moment as a client with a key made for it. The entries are kept as they come, whatever they say, if each is
+signed by its author and they lead to the tip that the trainer's newest head names; a relay whose entries are not or do
+not is passed over. Writes what node.ledger.material finds again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Final
 import trio
 
 from node.dht_show import joined
+from node.ledger.log import require_signatures
 from node.ledger.material import CHECKPOINTS, LEDGER, MANIFEST
 from node.ledger.pull import pull
 from node.ledger.segments import SegmentWriter, read_segments
@@ -62,11 +64,23 @@ def fetch_ledger(
                 await swarm.wait_manifest()
             if finding.cancelled_caught:
                 raise RelayError(f"nobody knows the run {address}", hint="check --run, and that its trainer is up")
-            await _fetch(swarm, out, say)
+            await fetch_records(swarm, out, say)
             nursery.cancel_scope.cancel()
         return {}
 
-    joined(data_dir, run, bootstrap, ask, timeout_s=timeout_s)
+    try:
+        joined(data_dir, run, bootstrap, ask, timeout_s=timeout_s)
+    except BaseExceptionGroup as group:
+        raise _named(group) from group
+
+
+def _named(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error of nurseries where all have names."""
+    named, rest = group.split(NodeError)
+    first: BaseException | None = named
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    return group if rest is not None or first is None else first
 
 
 def _swarm(node: P2PNode, address: RunAddress, http: HttpClient) -> Swarm:
@@ -81,7 +95,8 @@ def _swarm(node: P2PNode, address: RunAddress, http: HttpClient) -> Swarm:
     )
 
 
-async def _fetch(swarm: Swarm, out: Path, say: Say) -> None:
+async def fetch_records(swarm: Swarm, out: Path, say: Say) -> None:
+    """The same through a swarm that knows its manifest. Raises RelayError."""
     with trio.move_on_after(HEAD_WAIT_S) as waiting:
         head = await swarm.wait_head()
     if waiting.cancelled_caught:
@@ -119,6 +134,7 @@ async def _from(client: RelayClient, spool: Spool, head: Signed[Head], run_id: b
     await pull(client, spool, length=head.record.ledger_length, held=(), run_id=run_id)
     if spool.tip != head.record.ledger_tip:
         raise ProtocolError("its entries do not lead to the tip that the trainer signed")
+    await trio.to_thread.run_sync(require_signatures, spool)
 
 
 def _keep(spool: Spool, out: Path, run_id: bytes) -> None:

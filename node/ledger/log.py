@@ -17,7 +17,7 @@ from node.ledger.segments import DamagedSegment, Segment, SegmentWriter, read_se
 from protocol.constants import LEDGER_SEGMENT_BYTES
 from protocol.envelope import Signed, id_of
 from protocol.errors import DataDirError, ProtocolError
-from protocol.ledger import LedgerState, next_tip
+from protocol.ledger import LedgerState, next_tip, open_entry
 from protocol.segments import SegmentInfo
 
 log = logging.getLogger(__name__)
@@ -25,6 +25,19 @@ log = logging.getLogger(__name__)
 INDEX: Final = "index.sqlite"
 BLOCK_ENTRIES: Final = 1000
 """Entries that are applied and synced at a time while a mirror takes in many."""
+
+
+def require_signatures(entries: Iterable[bytes], *, first: int = 0) -> None:
+    """Raise ProtocolError unless each entry's own signature holds; `first` is the number of the first one.
+
+    Ids, and so the chain's tip, leave signatures out: whoever passes entries on can spoil one, and its author or the
+    trainer cannot be told from that who did.
+    """
+    for number, entry in enumerate(entries, first):
+        try:
+            open_entry(entry)
+        except ProtocolError as error:
+            raise ProtocolError(f"ledger entry {number} as it was sent does not hold: {error.message}") from error
 
 
 class LedgerLog:
@@ -70,23 +83,36 @@ class LedgerLog:
         finally:
             self._write()
 
-    def extend(self, entries: Iterable[bytes], *, length: int, tip: bytes) -> None:
-        """Append a mirror's entries, if with them the chain reaches the signed `tip` at `length`.
+    def _append_signed(self, entries: Sequence[bytes]) -> None:
+        """The same with entries whose own signatures were checked; those within them were not."""
+        self._write()
+        try:
+            for data in entries:
+                entry = open_entry(data, signature_checked=True)
+                self.state.take(entry)
+                self._unwritten.append(entry)
+        finally:
+            self._write()
 
-        They are gone through twice. Raises ProtocolError and changes nothing otherwise.
+    def extend(self, entries: Iterable[bytes], *, length: int, tip: bytes) -> None:
+        """Append a mirror's entries, if all are signed and the chain reaches the signed `tip` at `length` with them.
+
+        They are gone through three times. Raises ProtocolError and changes nothing otherwise. What the rules refuse
+        is then the trainer's own: LedgerError, and the entries before it stay.
         """
         reached, count = self.state.tip, self.state.length
         for entry in entries:
             reached, count = next_tip(reached, id_of(entry)), count + 1
         if count != length or reached != tip:
             raise ProtocolError("these ledger entries do not lead to the tip that the trainer signed")
+        require_signatures(entries, first=self.state.length)
         block: list[bytes] = []
         for entry in entries:
             block.append(entry)
             if len(block) == BLOCK_ENTRIES:
-                self.append(block)
+                self._append_signed(block)
                 block = []
-        self.append(block)
+        self._append_signed(block)
 
     def entries(self, start: int, limit: int) -> list[bytes]:
         """Up to `limit` entries from number `start` on."""

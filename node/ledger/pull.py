@@ -1,7 +1,8 @@
 """Fetching a stretch of the ledger from somebody who may lie: whole segments when far behind, pages of entries else.
 
 Segments are held against their hashes, which hang together and with the segments that are here. Whether it is the
-trainer's ledger at all, only the tip at its end tells (node.ledger.keeper).
+trainer's ledger at all, only the tip at its end tells (node.ledger.keeper), and whether entries still have their
+authors' signatures, who takes them in checks (LedgerLog.extend, node.ledger.fetch).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Texts in it come from others: they are shown escaped and never as markup.
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -22,8 +23,10 @@ from node.ledger.inspect import audit_material, replayed
 from node.ledger.material import CHECKPOINTS, LEDGER, MANIFEST, Material, find_material, has_ledger
 from node.ledger.rows import CONTRIBUTOR_COLUMNS, SUBMISSION_COLUMNS, as_csv, flat, leaderboard, run_row, submissions_of
 from node.ledger.segments import SegmentWriter, read_segments
+from node.ledger.tables import print_contributors, print_kept, print_submissions
 from node.ledger.witness import HEAD_FILE
 from node.logs import printable
+from node.receipts import summary
 from protocol.atomic import write_atomically
 from protocol.envelope import Signed
 from protocol.errors import AuditError, ConfigError, DataDirError, NodeError
@@ -47,6 +50,11 @@ class Where:
     bootstrap: Sequence[str] = ()
     timeout_s: float = 30.0
     processes: int | None = None
+
+    @property
+    def has_own(self) -> bool:
+        """Whether a ledger lies in the data directory, or is named by a directory of its own."""
+        return self.given is not None or has_ledger(self.data_dir)
 
     @contextmanager
     def material(self, say: Say) -> Iterator[Material]:
@@ -98,7 +106,7 @@ def print_report(report: Report) -> None:
     if report.appeals:
         said = ", ".join(f"{count} {state}" for state, count in sorted(report.appeals.items()))
         _lines(console, f"appeals {said}")
-    console.print(_contributors(report.contributors[:MAX_SHOWN]))
+    print_contributors(console, report.contributors[:MAX_SHOWN])
     console.print(_validators(report))
     for row in report.rechecked:
         said = row.get("skipped") or f"here {row['here']} {row['reason']}"
@@ -218,7 +226,7 @@ def print_show(found: Mapping[str, Any]) -> None:
         f"run {run['run']}: {run['entries']} entries, {run['submissions']} submissions, "
         f"{run['steps_trained']} of {run['steps_total']} steps trained",
     )
-    console.print(_contributors(found["contributors"]))
+    print_contributors(console, found["contributors"])
     _lines(console, *(f"note: {note}" for note in found["notes"]))
 
 
@@ -236,14 +244,20 @@ def print_mine(found: Mapping[str, Any], peer: PeerId) -> None:
         f"{found['run']['contributors']}; {row['forfeited']} forfeited; {row['accepted']} accepted, "
         f"{row['rejected']} rejected{' (' + row['reasons'] + ')' if row['reasons'] else ''}",
     )
-    table = Table("submission", "step", "index", "state", "tokens", "credits", "", "trained", "reason", box=None)
-    for each in found["submissions"]:
-        used = "" if each["used_in"] is None else f"step {each['used_in']}"
-        what = (each["id"][:12], each["step"], each["index"], each["state"])
-        cells = (*what, each["tokens"], each["credits"], each["worth"], used)
-        table.add_row(*map(str, cells), Text(printable(each["reason"])))
-    console.print(table)
+    print_submissions(console, found["submissions"])
     _lines(console, *(f"note: {note}" for note in found["notes"]))
+
+
+def kept_alone(kept: Sequence[Mapping[str, Any]], error: NodeError) -> dict[str, Any]:
+    """As `mine`, where no ledger is at hand: what the contributor's own node has kept."""
+    note = f"no ledger is at hand ({error.message}): this is what relays, validators and the trainer signed for it"
+    return {"run": None, "contributor": None, "submissions": [], "notes": [note], "kept": list(kept)}
+
+
+def print_kept_alone(found: Mapping[str, Any]) -> None:
+    console = Console()
+    print_kept(console, found["kept"])
+    _lines(console, summary(found["kept"]), *(f"note: {note}" for note in found["notes"]))
 
 
 def print_csv(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], write: Callable[[str], object]) -> None:
@@ -258,11 +272,7 @@ def export(where: Where, out: Path, *, say: Say) -> dict[str, Any]:
     """Write a directory that `audit --from` takes, and tables of it. Raises ConfigError when it is not empty."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty", hint="name a new directory")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataDirError(f"{out} cannot be made: {error.strerror}") from error
-    with where.material(say) as material:
+    with _new_directory(out), where.material(say) as material:
         _export_records(material, out)
         with replayed(material, say=say, processes=where.processes) as (found, notes):
             _write_lines(out / "contributors.csv", as_csv(CONTRIBUTOR_COLUMNS, map(flat, leaderboard(found.state))))
@@ -270,6 +280,23 @@ def export(where: Where, out: Path, *, say: Say) -> dict[str, Any]:
             run = run_row(found.state, material.run)
             write_atomically(out / "run.json", json.dumps(run, indent=1).encode())
             return {"out": str(out), "run": run, "notes": _with_breaches(found, notes)}
+
+
+@contextmanager
+def _new_directory(out: Path) -> Iterator[None]:
+    """Made for the block; when that fails, what it wrote goes again."""
+    was_there = out.exists()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataDirError(f"{out} cannot be made: {error.strerror}") from error
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)
+        if was_there:
+            out.mkdir(exist_ok=True)
+        raise
 
 
 def _export_records(material: Material, out: Path) -> None:
@@ -294,17 +321,6 @@ def _write_lines(path: Path, lines: Iterator[str]) -> None:
                 file.write(f"{line}\r\n")
     except OSError as error:
         raise DataDirError(f"{path} cannot be written: {error.strerror}", hint=f"df -h {path.parent}") from error
-
-
-def _contributors(rows: Sequence[Mapping[str, Any]]) -> Table:
-    titles = ("rank", "contributor", "standing", "mature", "maturing", "forfeited", "accepted", "rejected", "why")
-    table = Table(*titles, box=None)
-    for row in map(flat, rows):
-        why = row["reason"] or row["reasons"]
-        amounts = (row["mature"], row["maturing"], row["forfeited"])
-        cells = (row["rank"], row["peer_id"], row["standing"], *amounts, row["accepted"], row["rejected"])
-        table.add_row(*map(str, cells), Text(printable(why)))
-    return table
 
 
 def _lines(console: Console, *lines: str) -> None:

@@ -33,6 +33,14 @@ MAX_HEADS: Final = 1024
 """One for each of the newest lengths."""
 
 
+def keep_head(path: Path, head: bytes) -> None:
+    """Keep the trainer's own newest head, for audits of its directory. Never raises: the ledger matters more."""
+    try:
+        write_atomically(path, head, sync=False)
+    except (OSError, DataDirError) as error:
+        log.warning("head file=%s cannot be written: %s", path, error)
+
+
 class ForkWitness:
     """What one node has seen of its trainer's heads. Safe for any thread."""
 

@@ -34,6 +34,7 @@ APPEAL_HINTS: Final = {
     "unknown-submission": "wait until the ledger has the verdict, some seconds after it came",
     "not-rejected": "appeal against a verdict that rejects: intellect-node verdict show last",
     "too-late": "nothing to do: the validity window is over (credits.maturity_steps of `intellect-node run show`)",
+    "appeal-open": "wait for the answer to the other appeal: intellect-node status shows it",
     "too-soon": "wait for that step: an appeal that was wrong costs this",
     "nobody-left": "this run's operator named no more validators than judge each submission",
 }
@@ -69,7 +70,7 @@ class Petitions:
         return False
 
     def appeal(self, data: bytes, peer: PeerId) -> str:
-        """Take an appeal by whom it is: open, granted or refused by the ledger; `taken` before it stands there.
+        """Take an appeal by whom it is: its state in the ledger; `taken` before it stands there.
 
         RefusedError `appeal-<rule>` names the ledger's rule that it breaks.
         """
@@ -82,7 +83,8 @@ class Petitions:
                 state.check_appeal(entry)
             except LedgerError as error:
                 raise _refused("appeal", error, APPEAL_HINTS) from error
-            self._store.add_petition(entry, subject=entry.record.verdict)
+            filed = sum(one.record.verdict == entry.record.verdict for one in list(state.appeals.values()))
+            self._store.add_petition(entry, subject=entry.record.verdict + bytes(filed))
             self._desk.feed_changed()
         return "taken"
 

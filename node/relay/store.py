@@ -181,10 +181,11 @@ class RelayStore:
         """Store a verdict; the same one again changes nothing.
 
         Raises RefusedError `already-judged` if its author has said something else about that submission, or in answer
-        to that appeal: an answer is another judgement than the one that may have come too late to count.
+        to that appeal: an answer is another judgement than the one that may have come too late to count. One that could
+        not tell may decide later.
         """
         record, author = verdict.record, verdict.author.public_key
-        subject = record.appeal or record.submission
+        subject = (record.appeal or record.submission) + (b"?" if record.outcome == "undecided" else b"")
         values = (verdict.id, author, record.contributor, record.step, subject, verdict.data)
         query = (
             "INSERT INTO feed (kind, id, author, about, step, subject, envelope, receipt)"

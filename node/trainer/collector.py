@@ -125,7 +125,9 @@ class Collector:
             return
         case = self._cases.setdefault(key, _Case())
         if isinstance(signed.record, Verdict):
-            case.verdicts.setdefault(signed.author, signed)
+            before = case.verdicts.get(signed.author)
+            if before is None or before.record.outcome == "undecided":
+                case.verdicts[signed.author] = signed
         else:
             case.submission = signed
             case.relays[client.peer_id] = client
@@ -175,7 +177,7 @@ class Collector:
         if case.submission is None or not case.verdicts:
             return False
         if key in state.submissions:
-            return bool(case.verdicts.keys() - state.submissions[key].verdicts.keys())
+            return bool(self._fresh(key, case))
         record, author = case.submission.record, case.submission.author
         return state.admitted(author) and record.index == state.next_index(author, record.step)
 
@@ -210,14 +212,18 @@ class Collector:
         if case.submission is None:
             return
         known = self._ledger.state.submissions.get(key)
-        fresh = [one for author, one in case.verdicts.items() if known is None or author not in known.verdicts]
         before = [] if known else [case.submission.data]
-        for verdict in fresh:
+        for verdict in self._fresh(key, case):
             if self._settled(key):
                 break  # whoever has not judged it in the ledger may still answer an appeal
             self._append_verdict(key, case.submission.author, before, verdict)
             before = []
         self._notify()
+
+    def _fresh(self, key: bytes, case: _Case) -> list[Signed[Verdict]]:
+        """Verdicts that the ledger lacks."""
+        known = self._ledger.state.submissions.get(key)
+        return [one for author, one in case.verdicts.items() if not (known and known.was_judged_by(author, one.record))]
 
     def _append_verdict(self, key: bytes, author: PeerId, before: list[bytes], verdict: Signed[Verdict]) -> None:
         try:

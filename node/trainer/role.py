@@ -22,6 +22,7 @@ from node.clock import now_ms
 from node.compute.process import ComputeProcess
 from node.compute.reader import RolloutReader
 from node.ledger.log import LedgerLog
+from node.ledger.witness import HEAD_FILE, keep_head
 from node.relay_client import RelayClient
 from node.status import StatusBoard
 from node.swarm import Swarm
@@ -385,7 +386,9 @@ class TrainerRole:
     async def _beat_loop(self) -> None:
         while True:
             changed = self._head_changed
-            await self._tell_relays(self._sign_head())
+            head = self._sign_head()
+            keep_head(self._p.ledger.path / HEAD_FILE, head)
+            await self._tell_relays(head)
             self._say_what_is_missing()
             with trio.move_on_after(BEAT_S):
                 await changed.wait()

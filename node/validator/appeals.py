@@ -1,4 +1,4 @@
-"""Appeals that a validator answers: those in the ledger, about submissions that it has not judged there.
+"""Appeals that a validator answers: those in the ledger, about submissions on which it has not decided there.
 
 Among the validators that may, an order drawn by the appeal says who answers; the next one does when no answer came for
 some heads. The submission is the one that this validator saw in the feed; its file is asked of every relay.
@@ -60,8 +60,9 @@ class AppealCases:
         return case
 
     def _is_mine(self, appeal: bytes, submission: bytes) -> bool:
-        judged = self._ledger.submissions[submission].verdicts
-        free = [one for one in self._ledger.manifest.validator_ids if one not in judged]
+        one = self._ledger.submissions[submission]
+        answered = {peer for peer, said in list(one.verdicts.items()) if said.record.appeal == appeal}
+        free = [peer for peer in self._ledger.manifest.validator_ids if peer not in one.decided() | answered]
         if self._own not in free:
             return False
         waited = self._draws.heads_since(self._seen[appeal]) // REPLACE_HEADS

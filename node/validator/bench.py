@@ -51,7 +51,8 @@ class Bench:
         """Another validator has judged a submission."""
         if verdict.author != self._own and not verdict.record.appeal:
             votes = self._votes.setdefault(verdict.record.submission, {})
-            votes.setdefault(verdict.author, verdict.record.outcome)
+            if votes.get(verdict.author, "undecided") == "undecided":
+                votes[verdict.author] = verdict.record.outcome
             if len(self._votes) > MAX_VOTES:
                 self._votes.popitem(last=False)
 

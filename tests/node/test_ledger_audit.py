@@ -43,7 +43,7 @@ from node.ledger.segments import SegmentWriter
 from node.ledger.signatures import Checked
 from protocol.draw import beacon_of, is_drawn
 from protocol.envelope import Signed, seal
-from protocol.errors import AuditError
+from protocol.errors import AuditError, BootstrapError
 from protocol.identity import Identity
 from protocol.ledger import LedgerState, next_tip, open_entry
 from protocol.records import AdmissionSpec, BatchSpec, CheckpointFile, CheckpointManifest, Draw, Head, Manifest
@@ -227,7 +227,7 @@ def other_ledger_in_a_beacon(entries: list[bytes]) -> list[bytes]:
 
 BREACHES: list[tuple[Callable[[list[bytes]], list[bytes]], str, Identity | None]] = [
     (swapped, "unknown-submission", VALIDATOR),
-    (forged, "signature", ALICE),
+    (forged, "signature", None),
     (by_a_stranger, "wrong-author", BOB),
     (of_another_run, "wrong-run", ALICE),
     (evicted_for_nothing, "no-ground", OPERATOR),
@@ -248,7 +248,7 @@ def test_breach_is_named_with_who_did_it(
     report = audited(export(tmp_path / "run", entries, head=head_at(entries)))
     assert kind in report.breaches_by_kind
     assert report.run["entries"] == len(entries), "the audit goes on after it"
-    assert any((one.kind, one.who) == (kind, str(who.peer_id)) for one in report.breaches if who is not None)
+    assert (kind, str(who.peer_id) if who else "") in {(one.kind, one.who) for one in report.breaches}
 
 
 def test_garbage_ends_the_chain(tmp_path: Path) -> None:
@@ -259,7 +259,9 @@ def test_garbage_ends_the_chain(tmp_path: Path) -> None:
 def test_truncated_ledger_is_named(tmp_path: Path) -> None:
     """A relay's disk lost the end of a segment; or somebody shows an audit only the beginning."""
     directory = export(tmp_path / "run", honest()[:5], head=head_at(honest()))
-    assert audited(directory).breaches_by_kind == {"truncated": 1}
+    report = audited(directory)
+    assert (report.breaches_by_kind, report.breaches[0].who) == ({"truncated": 1}, "")
+    assert "or this copy is damaged" in report.breaches[0].what
     cut = export(tmp_path / "cut", honest(), head=head_at(honest()))
     path = cut / "ledger" / "segment-00000000"
     path.write_bytes(path.read_bytes()[:-7])
@@ -347,6 +349,84 @@ def test_who_was_wronged_and_came_back_is_no_breach(tmp_path: Path, processes: i
 def test_forfeits_that_stand_are_reported(tmp_path: Path) -> None:
     report = audited(export(tmp_path / "run", wronged()[:-1], INVITING))
     assert (report.clean, report.forfeited) == (True, 80)
+
+
+# What the trainer leaves out.
+
+
+def silent_steps(first: int, count: int) -> list[bytes]:
+    """Steps that are trained without a word about anybody."""
+    steps = range(first, first + count)
+    work = {
+        step: [make_submission(BOB, RUN, step=step, checkpoint_step=step, index=at) for at in (0, 1)] for step in steps
+    }
+    return [
+        data
+        for step in steps
+        for data in (
+            *(each for one in work[step] for each in (one.data, make_verdict(one).data)),
+            make_batch(RUN, step, work[step]),
+            make_trained(RUN, step),
+        )
+    ]
+
+
+def caught() -> list[bytes]:
+    work = make_submission(ALICE, RUN)
+    return [work.data, make_verdict(work, outcome="reject", hard=True, reason="toploc: another model").data]
+
+
+def spared(entries: list[bytes], steps: int) -> Report:
+    audit = Audit(MANIFEST)
+    for number, data in enumerate([*entries, *silent_steps(0, steps)]):
+        audit.take(Checked(number, data, open_entry(data), None))
+    audit.finish()
+    return audit.report()
+
+
+def test_a_friend_whom_the_trainer_does_not_evict_is_a_breach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer leaves out the eviction that a quorum of hard verdicts asks for."""
+    early, late = spared(caught(), 1), spared(caught(), 2)
+    assert early.clean
+    assert any("eviction-due" in note for note in early.notes)
+    assert late.breaches_by_kind == {"eviction-due": 1}
+    assert (late.breaches[0].who, late.breaches[0].entry) == (str(OPERATOR.peer_id), 1)
+    done = spared([*caught(), make_eviction(open_entry(caught()[1]))], 2)
+    assert (done.clean, [note for note in done.notes if "due" in note]) == (True, [])
+    monkeypatch.setattr("node.ledger.duties.GRACE_ENTRIES", 5)
+    assert spared(caught(), 1).breaches_by_kind == {"eviction-due": 1}
+
+
+def test_a_hard_answer_to_an_appeal_asks_for_no_eviction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever appeals risks nothing but time, and the trainer is not blamed for that."""
+    monkeypatch.setattr("node.ledger.duties.GRACE_ENTRIES", 0)
+    work = make_submission(ALICE, INVITING.id)
+    soft = make_verdict(work, by=ERIN, outcome="reject", reason="reward: another one")
+    appeal = make_appeal(ALICE, soft)
+    answer = make_answer(work, appeal, by=FRANK, outcome="reject", hard=True, reason="toploc: another model")
+    entries = [admission(ALICE, 0), work.data, soft.data, appeal.data, answer.data]
+    report = audited(export(tmp_path / "run", entries, INVITING))
+    assert (report.breaches, report.appeals) == ([], {"refused": 1})
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_nothing_may_be_left_out_of_a_run_that_is_over(tmp_path: Path, finished: bool) -> None:
+    entries = caught()
+    report = audited(export(tmp_path / "run", entries, head=head_at(entries, finished=finished)))
+    assert report.breaches_by_kind == ({"eviction-due": 1} if finished else {})
+
+
+def test_who_was_wronged_and_stays_evicted_is_a_breach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The appeal was granted, and the trainer keeps the contributor out."""
+    early = audited(export(tmp_path / "early", wronged()[:-1], INVITING))
+    assert any("reinstatement-due" in note for note in early.notes)
+    work = make_submission(BOB, INVITING.id, index=2)
+    entries = [*wronged()[:-1], work.data, make_verdict(work, by=ERIN).data]
+    monkeypatch.setattr("node.ledger.duties.GRACE_ENTRIES", 2)
+    report = audited(export(tmp_path / "late", entries, INVITING))
+    assert report.breaches_by_kind == {"reinstatement-due": 1}
+    assert (report.breaches[0].who, report.breaches[0].entry) == (str(OPERATOR.peer_id), 14)
+    assert audited(export(tmp_path / "done", [*wronged(), *entries[-2:]], INVITING)).clean
 
 
 def test_flat_memory_keeps_what_appeals_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,6 +544,53 @@ def test_ledger_show_mine_and_export(tmp_path: Path) -> None:
     assert audited(tmp_path / "out").clean
     assert len((tmp_path / "out" / "submissions.csv").read_text().splitlines()) == 5
     assert run_cli("ledger", "export", "--from", directory, "--out", tmp_path / "out").exit_code == 1
+
+
+def test_failed_export_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for out in (tmp_path / "new", tmp_path / "empty"):
+        assert run_cli("ledger", "export", "--from", tmp_path / "nowhere", "--out", out).exit_code == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_reasons_are_shown_whole(tmp_path: Path, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 80 columns under the row, for a column of its own would have a word a line."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    directory = export(tmp_path / "run", honest(), head=head_at(honest()))
+    mine = run_cli("ledger", "mine", "--from", directory, "--peer", BOB.peer_id).stdout.splitlines()
+    row = next(at for at, line in enumerate(mine) if "  rejected " in line)
+    assert mine[row + (columns == 80)].rstrip().endswith("toploc: another model")
+    assert max(map(len, mine[2:])) <= columns
+    shown = run_cli("ledger", "show", "--from", directory).stdout
+    assert str(ALICE.peer_id) in shown
+    assert "toploc: another model" in shown
+
+
+def test_receipts_are_shown_where_no_ledger_is_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A contributor keeps no ledger, and its run is over: nobody answers."""
+    kept = [
+        {"id": "ab" * 32, "step": 3, "index": 1, "state": "accepted", "relay": str(RELAY.peer_id),
+         "validators": [str(VALIDATOR.peer_id)], "used_in": 3, "trained": True}
+    ]  # fmt: skip
+    asked: list[float] = []
+
+    def nobody(*_: object, timeout_s: float, **__: object) -> None:
+        asked.append(timeout_s)
+        raise ExceptionGroup("a nursery", [BootstrapError("nobody could be asked")])
+
+    monkeypatch.setattr("node.ledger.fetch.joined", nobody)
+    monkeypatch.setattr("node.receipts.kept_receipts", lambda _: kept)
+    monkeypatch.setattr("node.commands.ledger._own_peer", lambda _: ALICE.peer_id)
+    done = run_cli("ledger", "mine", "--data-dir", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert "ab" * 6 in done.stdout
+    assert done.stdout.count("note: ") == 1
+    as_json = json.loads(run_cli("ledger", "mine", "--data-dir", tmp_path, "--json").stdout)
+    assert (as_json["kept"], as_json["submissions"], len(as_json["notes"])) == (kept, [], 1)
+    assert asked == [5.0, 5.0], "not long, since there is something to show"
+    kept.clear()
+    assert isinstance(run_cli("ledger", "mine", "--data-dir", tmp_path).exception, BootstrapError)
 
 
 def test_csv_cells_are_no_formulas() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +14,16 @@ import trio
 from factories import make_submission, make_verdict
 from relay_world import MANIFEST, Relay, loopback, make_head, serving
 
-from node.ledger import pull
+from node.ledger import fetch, pull
 from node.ledger.follow import LedgerFollower
+from node.ledger.inspect import audit_material
 from node.ledger.log import LedgerLog
+from node.ledger.material import find_material
 from node.ledger.witness import ForkWitness
 from node.relay_client import RelayClient
 from node.status import StatusBoard
+from protocol.envelope import signature_of
+from protocol.errors import ProtocolError, RelayError
 from protocol.forks import open_proof
 from protocol.identity import Identity
 from protocol.ledger import LedgerState, next_tip, open_entry
@@ -138,6 +144,81 @@ async def test_relay_that_is_behind_is_asked_again(tmp_path: Path) -> None:
             assert follower.state.length == 0
             served += entries[2:]
             await until_length(follower, 6)
+
+
+# Signatures. An entry's id, and so the chain's tip, leaves them out.
+
+
+class Source:
+    """A relay that gives these entries, looking at none."""
+
+    def __init__(self, name: str, entries: list[bytes]) -> None:
+        self.name = name
+        self.entries = entries
+        self.asked = 0
+
+    async def ledger_entries(self, start: int) -> list[bytes]:
+        self.asked += 1
+        return self.entries[start : start + 4]
+
+    async def ledger_segments(self, first: int) -> list[Any]:
+        return []
+
+
+def spoilt(entries: list[bytes]) -> list[bytes]:
+    """The last verdict's signature with another bit: the chain's tip is the same."""
+    signature = signature_of(entries[-1])
+    other = bytes([signature[0] ^ 1]) + signature[1:]
+    return [*entries[:-1], entries[-1].replace(signature, other)]
+
+
+def test_signatures_are_checked_before_anything_is_taken_in(tmp_path: Path) -> None:
+    entries = long_ledger(4)
+    tip = head_over(entries, 2).record.ledger_tip
+    copy = open_log(tmp_path / "copy")
+    with pytest.raises(ProtocolError, match="entry 7 as it was sent does not hold"):
+        copy.extend(spoilt(entries), length=8, tip=tip)
+    assert (copy.state.length, copy.entries(0, 9), copy.state.contributors) == (0, [], {})
+    copy.extend(entries, length=8, tip=tip)
+    assert copy.state.tip == tip
+
+
+async def test_follower_asks_the_next_relay_when_one_spoils_a_signature(tmp_path: Path) -> None:
+    entries = long_ledger(4)
+    liar, honest = Source("liar", spoilt(entries)), Source("honest", entries)
+    swarm: Any = FakeSwarm([liar, honest])
+    follower = LedgerFollower(swarm, open_log(tmp_path / "copy"))
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(follower.run)
+            swarm.set_head(head_over(entries, 2))
+            await until_length(follower, 8)
+            nursery.cancel_scope.cancel()
+    assert liar.asked
+    assert open_log(tmp_path / "copy").entries(0, 9) == entries
+
+
+async def test_one_lying_relay_makes_no_audit_accuse_an_innocent_validator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relay spoils a verdict's signature for whoever audits the run from outside; another relay is honest."""
+    monkeypatch.setattr(fetch, "RETRY_S", 0)
+    entries = long_ledger(4)
+    liar, honest = Source("liar", spoilt(entries)), Source("honest", entries)
+    head = head_over(entries, 2)
+    swarm = SimpleNamespace(clients=[liar, honest], manifest=MANIFEST, wait_head=partial(ready, head))
+    out = tmp_path / "out"
+    with trio.fail_after(20):
+        await fetch.fetch_records(swarm, out, lambda _: None)
+        assert liar.asked
+        assert audit_material(find_material(out), say=lambda _: None, processes=0).breaches == []
+        swarm.clients = [liar]
+        with pytest.raises(RelayError, match="liar: ledger entry 7 as it was sent does not hold"):
+            await fetch.fetch_records(swarm, tmp_path / "other", lambda _: None)
+
+
+async def ready(head: Any) -> Any:
+    return head
 
 
 # Far behind.

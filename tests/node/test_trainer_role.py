@@ -13,7 +13,7 @@ from node.ledger.log import LedgerLog
 from node.status import StatusBoard
 from node.trainer.monitor import Monitor
 from node.trainer.role import TrainerParts, TrainerRole
-from protocol.envelope import Signed
+from protocol.envelope import Signed, open_envelope
 from protocol.errors import DataDirError
 from protocol.identity import Identity
 from protocol.ledger import LedgerState
@@ -53,7 +53,7 @@ class FakeRelay:
 
     def __init__(self, *, ledger_length: int, ledger_tip: bytes) -> None:
         self.peer_id, self.url = Identity.from_phrase("relay").peer_id, "https://relay.example"
-        self.introduced = trio.Event()
+        self.introduced, self.told = trio.Event(), trio.Event()
         self._head = Head(
             run_id=MANIFEST.id,
             sequence=5,
@@ -77,6 +77,7 @@ class FakeRelay:
         return 5
 
     async def post_head(self, _: bytes) -> int:
+        self.told.set()
         return 5
 
 
@@ -167,3 +168,15 @@ async def test_relay_with_an_earlier_head_is_no_hindrance(ledger: LedgerLog, tmp
             nursery.start_soon(role.run)
             await relay.introduced.wait()
             nursery.cancel_scope.cancel()
+
+
+async def test_trainer_keeps_the_head_that_it_signed_last(ledger: LedgerLog, tmp_path: Path) -> None:
+    """An audit of its directory then shows that the ledger there is complete."""
+    role = trainer(ledger, tmp_path, step=0, relay=(relay := FakeRelay(ledger_length=0, ledger_tip=MANIFEST.id)))
+    with trio.fail_after(5):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(role.run)
+            await relay.told.wait()
+            nursery.cancel_scope.cancel()
+    head = open_envelope((ledger.path / "head").read_bytes(), Head).require_author(OPERATOR.peer_id)
+    assert (head.record.ledger_length, head.record.ledger_tip) == (2, ledger.state.tip)

@@ -22,8 +22,10 @@ class Work:
     signed: Signed[Submission]
     said: list[tuple[str, str, bool]] = field(default_factory=list)
     """Votes that count for the quorum, in order: judge, outcome, hard."""
-    judges: set[str] = field(default_factory=set)
-    """Who said anything, answers to appeals among it."""
+    decided: set[str] = field(default_factory=set)
+    """Who accepted or rejected it, be it in answer to an appeal."""
+    unsure: set[tuple[str, bytes]] = field(default_factory=set)
+    """Who could not tell, and on which appeal; on none where nobody had appealed."""
     rejections: list[Signed[Verdict]] = field(default_factory=list)
     answered_hard: int = 0
     used: bool = False
@@ -48,6 +50,10 @@ class Work:
                 state = "undecided"
         return state
 
+    def may_say(self, judge: str, outcome: str, appeal: bytes = b"") -> bool:
+        """One decision of each judge; that it cannot tell, once each time that it is asked, and before it decides."""
+        return judge not in self.decided and not (outcome == "undecided" and (judge, appeal) in self.unsure)
+
     def hard_votes(self) -> int:
         return self.answered_hard + sum(hard for _, _, hard in self.said)
 
@@ -60,6 +66,11 @@ class Case:
     work: Work
     state: str = "open"
     answer: Signed[Verdict] | None = None
+    ended_step: int = 0
+
+    def nobody_can_tell(self, judges: set[str]) -> bool:
+        """Whether all who have not decided have answered that they cannot."""
+        return all((judge, self.signed.id) in self.work.unsure for judge in judges - self.work.decided)
 
 
 @dataclass
@@ -83,15 +94,17 @@ class Model:
 
     def appeal_fits(self, who: Identity, work: Work, verdict: Signed[Verdict], judges: int) -> bool:
         """Each of the conditions that docs/protocol.md names."""
+        before = [case for case in self.cases.values() if case.signed.record.verdict == verdict.id]
+        since = max([work.settled_step or 0, *(case.ended_step for case in before)])
         return (
             work.signed.author == who.peer_id
             and work.state(self.quorum) == "rejected"
             and verdict in work.rejections
-            and all(case.signed.record.verdict != verdict.id for case in self.cases.values())
-            and not any(case.state == "open" and case.work is work for case in self.cases.values())
-            and self.trained - (work.settled_step or 0) <= self.maturity
+            and [case.state for case in before] in ([], ["undecided"])
+            and not any(case.state == "open" and case.signed.author == who.peer_id for case in self.cases.values())
+            and self.trained - since <= self.maturity
             and self.trained >= self.wait_until.get(who, 0)
-            and len(work.judges) < judges
+            and len(work.decided) < judges
         )
 
     def balance(self, who: Identity) -> tuple[int, int, int]:

@@ -166,6 +166,63 @@ def test_one_appeal_at_a_time_is_open_for_a_submission(alice: Identity) -> None:
     assert refused(world.state, make_appeal(alice, second).data) == "appeal-open"
 
 
+def test_one_appeal_at_a_time_is_open_for_a_contributor(world: World) -> None:
+    """A cheat files all its appeals at once, so that the wait after the first that is refused stops none of them."""
+    other = make_submission(world.alice, RUN, index=2)
+    world.state.apply(other.data)
+    second = make_appeal(world.alice, world.reject(other))
+    first = world.appeal()
+    assert refused(world.state, second.data) == "appeal-open"
+    world.answer(first, outcome="reject", reason="toploc: y")
+    assert refused(world.state, second.data) == "too-soon"
+    world.train(WINDOW)
+    world.state.apply(second.data)
+
+
+def test_others_appeal_meanwhile(world: World, bob: Identity) -> None:
+    world.appeal()
+    work = make_submission(bob, RUN)
+    world.state.apply(work.data)
+    world.state.apply(make_appeal(bob, world.reject(work)).data)
+    assert len(world.state.open_appeals()) == 2
+
+
+def test_an_appeal_that_nobody_can_answer_ends_and_is_filed_once_more(world: World) -> None:
+    """Validators that are left never decide, and the contributor could never appeal again."""
+    first = world.appeal()
+    world.train(WINDOW)
+    for judge in JUDGES[1:]:
+        assert world.state.open_appeals() == [first.id]
+        world.answer(first, by=judge, outcome="undecided")
+    assert (world.state.open_appeals(), world.state.appeals[first.id].state) == ([], "undecided")
+    assert refused(world.state, make_answer(world.bad, first, by=JUDGES[2]).data) == "appeal"
+    assert refused(world.state, first.data) == "duplicate-appeal"
+    world.train(WINDOW)
+    second = world.appeal(reason="again")
+    for judge in JUDGES[1:]:
+        world.answer(second, by=judge, outcome="undecided")
+    assert refused(world.state, make_appeal(world.alice, world.verdict, reason="thrice").data) == "duplicate-appeal"
+
+
+def test_who_could_not_tell_at_the_first_appeal_decides_at_the_second(world: World) -> None:
+    world.evict()
+    first = world.appeal()
+    for judge in JUDGES[1:]:
+        world.answer(first, by=judge, outcome="undecided")
+    second = world.appeal(reason="again")
+    world.answer(second, by=JUDGES[2])
+    assert world.state.submissions[world.bad.id].state == "accepted"
+    assert [appeal for _, appeal, _ in world.state.reinstatement_due()] == [second.id]
+
+
+def test_the_second_appeal_comes_within_the_window_too(world: World) -> None:
+    first = world.appeal()
+    for judge in JUDGES[1:]:
+        world.answer(first, by=judge, outcome="undecided")
+    world.train(WINDOW + 1)
+    assert refused(world.state, make_appeal(world.alice, world.verdict, reason="again").data) == "too-late"
+
+
 def test_appeals_are_by_whom_they_concern(world: World, bob: Identity) -> None:
     assert refused(world.state, make_appeal(bob, world.verdict).data) == "not-yours"
     assert refused(world.state, make_appeal(world.alice, world.verdict, submission=b"?" * 32).data) == (
@@ -234,7 +291,7 @@ def test_an_appeal_is_granted_with_the_costly_checks(world: World) -> None:
 def test_a_verdict_that_answers_nothing_grants_nothing(world: World) -> None:
     world.evict()
     world.appeal()
-    world.state.apply(make_verdict(world.bad, by=JUDGES[1]).data)
+    assert refused(world.state, make_verdict(world.bad, by=JUDGES[1]).data) == "settled"
     assert world.state.submissions[world.bad.id].state == "rejected"
     assert world.state.reinstatement_due() == []
 
@@ -326,6 +383,37 @@ def disputed(alice: Identity, outcomes: list[tuple[str, bool]], *, quorum: int =
 def test_two_who_disagree_call_a_third(alice: Identity, outcomes: list[str], state: str) -> None:
     ledger, (submission, _) = disputed(alice, [(outcome, False) for outcome in outcomes])
     assert ledger.submissions[submission.id].state == state
+
+
+def test_judges_remain_for_an_appeal(alice: Identity) -> None:
+    """One of three validators rejects work that the others accept: those are not used up by being late."""
+    world = World(alice).evict()
+    for judge in JUDGES[1:]:
+        assert refused(world.state, make_verdict(world.bad, by=judge).data) == "settled"
+    world.answer(world.appeal(), by=JUDGES[1])
+    assert len(world.state.reinstatement_due()) == 1
+
+
+def test_who_could_not_tell_decides_once_later(alice: Identity) -> None:
+    ledger, (work, _) = disputed(alice, [("undecided", False)])
+    unsure = make_verdict(work, by=JUDGES[0], outcome="undecided", issued_at_ms=9)
+    assert refused(ledger, unsure.data) == "duplicate-verdict"
+    ledger.apply(make_verdict(work, by=JUDGES[0]).data)
+    for outcome in ("accept", "reject", "undecided"):
+        again = make_verdict(work, by=JUDGES[0], outcome=outcome, issued_at_ms=9)
+        assert refused(ledger, again.data) == "duplicate-verdict"
+    assert ledger.submissions[work.id].state == "undecided", "one of two has accepted it"
+    ledger.apply(make_verdict(work, by=JUDGES[1]).data)
+    assert ledger.submissions[work.id].state == "accepted"
+
+
+def test_who_could_not_tell_may_answer_an_appeal(alice: Identity) -> None:
+    outcomes = [("undecided", False), ("reject", True), ("reject", True)]
+    ledger, (work, verdicts) = disputed(alice, outcomes)
+    appeal = make_appeal(alice, verdicts[2])
+    ledger.apply(appeal.data)
+    ledger.apply(make_answer(work, appeal, by=JUDGES[0]).data)
+    assert ledger.appeals[appeal.id].state == "granted"
 
 
 def test_a_lone_validator_evicts_nobody(alice: Identity) -> None:

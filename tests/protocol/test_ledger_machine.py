@@ -103,15 +103,16 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.work)
     @rule(data=st.data(), judges=st.permutations(JUDGES), count=st.integers(1, 3), outcome=st.sampled_from(OUTCOMES))
     def judge(self, data: st.DataObject, judges: list[Identity], count: int, outcome: str) -> None:
-        """One or more say the same; those who said something before are refused."""
+        """One or more say the same; those who decided before are refused, and all once the work is settled."""
         work = self._any(data)
         for judge in judges[:count]:
             self._vote(work, judge, outcome)
 
     def _vote(self, work: Work, judge: Identity, outcome: str) -> None:
         verdict = self._verdict(work, judge, outcome)
-        if self._offer(verdict.data, allowed=judge.peer_id.short not in work.judges):
-            before = work.state(self.model.quorum)
+        before = work.state(self.model.quorum)
+        fits = before not in ("accepted", "rejected") and work.may_say(judge.peer_id.short, outcome)
+        if self._offer(verdict.data, allowed=fits):
             work.said.append((judge.peer_id.short, verdict.record.outcome, verdict.record.hard))
             self._judged(work, judge, verdict)
             self._settled(work, before)
@@ -149,12 +150,14 @@ class LedgerMachine(RuleBasedStateMachine):
     def _answer(self, case: Case, judge: Identity, outcome: str) -> None:
         work = case.work
         verdict = self._verdict(work, judge, outcome, appeal=case.signed.id)
-        fits = case.state == "open" and judge.peer_id.short not in work.judges
+        fits = case.state == "open" and work.may_say(judge.peer_id.short, outcome, case.signed.id)
         if not self._offer(verdict.data, allowed=fits):
             return
         self._judged(work, judge, verdict)
         work.answered_hard += verdict.record.hard
         if verdict.record.outcome == "undecided":
+            if case.nobody_can_tell({one.peer_id.short for one in JUDGES}):
+                case.state, case.ended_step = "undecided", self.model.trained
             return
         case.answer = verdict
         case.state = "granted" if verdict.record.outcome == "accept" else "refused"
@@ -188,10 +191,20 @@ class LedgerMachine(RuleBasedStateMachine):
         self._evict(work, verdict)
         case = self._appeal(self._author(work), work, verdict)
         if case is not None:
-            judge = next(one for one in JUDGES if one.peer_id.short not in work.judges)
+            judge = next(one for one in JUDGES if one.peer_id.short not in work.decided)
             self._answer(case, judge, outcome)
             if comes_back:
                 self._reinstate(case)
+
+    @precondition(lambda self: any(work.rejections for work in self.model.work.values()))
+    @rule(data=st.data(), again=st.booleans())
+    def nobody_can_tell(self, data: st.DataObject, again: bool) -> None:
+        """An appeal that all who are left cannot answer, filed once more, and then never again."""
+        work, verdict = self._any_rejection(data)
+        for _ in range(3 if again else 1):
+            case = self._appeal(self._author(work), work, verdict)
+            for judge in JUDGES if case else ():
+                self._answer(case, judge, "undecided")
 
     @rule(who=st.sampled_from(PEOPLE))
     def one_more_step(self, who: Identity) -> None:
@@ -242,6 +255,9 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         assert (self.state.length, self.state.tip) == (len(self.taken), self.tip)
         assert (len(self.state.batches), len(self.state.trained)) == (self.model.batches, self.model.trained)
+        assert {key: case.state for key, case in self.state.appeals.items()} == {
+            key: case.state for key, case in self.model.cases.items()
+        }
         waiting = [key for key, case in self.model.cases.items() if case.state == "open"]
         assert self.state.open_appeals() == waiting
 
@@ -294,7 +310,10 @@ class LedgerMachine(RuleBasedStateMachine):
         return next(one for one in PEOPLE if one.peer_id == work.signed.author)
 
     def _judged(self, work: Work, judge: Identity, verdict: Signed[Verdict]) -> None:
-        work.judges.add(judge.peer_id.short)
+        if verdict.record.outcome == "undecided":
+            work.unsure.add((judge.peer_id.short, verdict.record.appeal))
+        else:
+            work.decided.add(judge.peer_id.short)
         if verdict.record.outcome == "reject":
             work.rejections.append(verdict)
 
