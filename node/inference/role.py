@@ -57,11 +57,10 @@ class SelfTestFailed(NodeError):
 
 @dataclass(frozen=True)
 class HeldPolicy:
-    """A complete policy on this node's disk."""
+    """A complete policy on this node's disk, as long as it is kept there (Policies.kept)."""
 
     step: int
     checkpoint: bytes
-    path: Path
 
 
 class Made(msgspec.Struct):
@@ -168,7 +167,7 @@ class InferenceRole:
         newest = self._p.outbox.newest()
         oldest = max(head.oldest_checkpoint_step, newest.checkpoint_step if newest else 0)
         held = self._p.policies.newest(oldest)
-        return None if held is None else HeldPolicy(*held)
+        return None if held is None else HeldPolicy(*held[:2])
 
     def _blocked(self, head: Head) -> str | None:
         """Why nothing can be generated now, in words for a person; None when something can."""

@@ -74,14 +74,9 @@ class Collector:
         """Submissions that a batch for `step` could hold once they are judged; not those that nobody judges."""
         oldest = step - self._ledger.state.manifest.batch.max_staleness
         recent = time.monotonic() - PENDING_S
-        evicted = self._ledger.state.evicted
         waiting = [case.submission for case in self._cases.values() if not case.verdicts and case.seen_at > recent]
         return sum(
-            one is not None
-            and one.record.checkpoint_step >= oldest
-            and one.author not in evicted
-            and self._ledger.state.admitted(one.author)
-            for one in waiting
+            one is not None and one.record.checkpoint_step >= oldest and self._takes_from(one.author) for one in waiting
         )
 
     def has_all(self) -> bool:
@@ -152,7 +147,11 @@ class Collector:
         authors = {PeerId(verdict.record.contributor) for verdict in case.verdicts.values()}
         if case.submission is not None:
             authors = {case.submission.author}
-        return any(author not in state.evicted and state.admitted(author) for author in authors)
+        return any(self._takes_from(author) for author in authors)
+
+    def _takes_from(self, author: PeerId) -> bool:
+        """Whether the ledger takes work of a contributor now."""
+        return author not in self._ledger.state.evicted and self._ledger.state.admitted(author)
 
     def _settled(self, key: bytes) -> bool:
         known = self._ledger.state.submissions.get(key)

@@ -63,7 +63,8 @@ class GroundCheckpoint(InferenceRole):
 
     def _takable(self, head: Head) -> list[HeldPolicy]:
         seen = self._seen.values()
-        return [one for one in seen if one.step >= head.oldest_checkpoint_step and one.path.exists()]
+        held = self._p.policies.path
+        return [one for one in seen if one.step >= head.oldest_checkpoint_step and held(one.checkpoint) is not None]
 
 
 class CopiedFile(InferenceRole):

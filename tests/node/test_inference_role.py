@@ -168,10 +168,10 @@ async def test_a_policy_stays_on_the_disk_until_a_submission_is_made(autojump_cl
     others: Any = (policies, Compute())
     role = InferenceRole(InferenceParts(ALICE, swarm, *others, outbox, feeds, board, tmp_path / "work"))
     held = bytes([3]) * 32
-    assert await role.generate(3, 0, HeldPolicy(3, held, Path())) is None
+    assert await role.generate(3, 0, HeldPolicy(3, held)) is None
     assert asked == [("load", [held]), ("generate", [held])]
     assert policies.in_use == []
-    assert await role.generate(3, 0, HeldPolicy(2, bytes([2]) * 32, Path())) is None
+    assert await role.generate(3, 0, HeldPolicy(2, bytes([2]) * 32)) is None
     assert len(asked) == 2
 
 
