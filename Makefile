@@ -48,6 +48,7 @@ test-long: setup  ## Run the tests that take minutes
 
 test-vllm: $(VLLM_STAMP)  ## Run the engines' tests with vLLM on the CPU, in an environment of its own (2.5 GB)
 	$(VLLM_VENV)/bin/python -m pytest -W ignore -m 'not long' tests/node/test_engine_contract.py tests/node/test_engines_vllm.py
+	$(VLLM_VENV)/bin/python -m pytest -W ignore -m long tests/simnet/test_short_forms.py -k engines
 
 $(VLLM_STAMP): pyproject.toml setup.py protocol/_toploc.c constraints-vllm.txt
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)

@@ -347,7 +347,7 @@ async def open_court(
 
     The run's operator is its trainer and its only validator. It admits everybody: keys are made here by the dozen.
     """
-    recipe = msgspec.structs.replace(recipe, admission=AdmissionChoice())
+    recipe = msgspec.structs.replace(recipe, admission=AdmissionChoice(work_bits=0))
     operator = Identity.from_phrase("operator")
     manifest = manifest_from_recipe(
         recipe,

@@ -16,7 +16,7 @@ from typing import Final
 
 import trio
 
-from node.assembly import InferenceKind, Role, build_role
+from node.assembly import Kind, Role, build_role
 from node.config import NodeConfig
 from node.dashboard.routes import Dashboard
 from node.dashboard.sources import Sources
@@ -34,7 +34,7 @@ from node.signals import leave_on_signal
 from node.status import StatusBoard, serve_status
 from p2p.bridge import AioThread
 from p2p.http import HttpClient
-from protocol.errors import NodeError
+from protocol.errors import named_error
 from protocol.identity import Identity
 
 log = logging.getLogger(__name__)
@@ -44,10 +44,10 @@ LEAVE_GRACE_S: Final = 10.0
 LOG_FILE: Final = "node.log"
 
 
-def run_node(config: NodeConfig, *, kind: InferenceKind | None = None) -> int:
+def run_node(config: NodeConfig, *, kind: Kind | None = None) -> int:
     """Run a node to its end; the exit code. Raises NodeError for what a person can mend.
 
-    `kind` makes an inference node a cheat, for simulations.
+    `kind` makes an inference node or a validator a cheat, for simulations.
     """
     terminal = TerminalLine.of(sys.stderr) if config.log_format == "text" else None
     quiet = terminal is not None and config.log_level == "info"  # a person reads node.narrator's lines instead
@@ -65,28 +65,17 @@ def run_node(config: NodeConfig, *, kind: InferenceKind | None = None) -> int:
         identity = load_or_create_identity(data.path, passphrase=config.passphrase.text)
         say_about(data.path, role=config.role, run=config.run)
         try:
-            trio.run(partial(_main, config, data, identity, kind or InferenceKind(), terminal=terminal))
+            trio.run(partial(_main, config, data, identity, kind, terminal=terminal))
         except BaseExceptionGroup as group:
-            named = _one_node_error(group)
+            named = named_error(group)
             if named is None:
                 log.exception("the node ends with an error that has no name")
             raise named or group from group
     return 0
 
 
-def _one_node_error(group: BaseExceptionGroup[BaseException]) -> NodeError | None:
-    """The error to show a person, when all that went wrong is errors that have a name."""
-    named, rest = group.split(NodeError)
-    if rest is not None or named is None:
-        return None
-    first: BaseException = named
-    while isinstance(first, BaseExceptionGroup):
-        first = first.exceptions[0]
-    return first if isinstance(first, NodeError) else None
-
-
 async def _main(
-    config: NodeConfig, data: DataDir, identity: Identity, kind: InferenceKind, *, terminal: TerminalLine | None
+    config: NodeConfig, data: DataDir, identity: Identity, kind: Kind | None, *, terminal: TerminalLine | None
 ) -> None:
     board = StatusBoard(role=config.role, peer_id=identity.peer_id, run=config.run)
     async with AsyncExitStack() as stack:
@@ -131,7 +120,7 @@ async def _show_board(
     )
 
 
-async def _run_role(node: Node, kind: InferenceKind, leaving: trio.Event) -> None:
+async def _run_role(node: Node, kind: Kind | None, leaving: trio.Event) -> None:
     """Build the role and run it until it is done or, asked to leave, has left."""
     role: Role | None = None
     async with trio.open_nursery() as nursery:

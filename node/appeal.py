@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +19,7 @@ from node.clock import now_ms
 from node.datadir import make_directory
 from node.dht_show import joined
 from node.inference.outbox import Outbox
+from node.logs import printable
 from node.membership import MAX_ASKED
 from node.relay_client import RelayClient
 from node.status import StatusBoard
@@ -27,16 +29,21 @@ from p2p.bridge import AioThread
 from p2p.contacts import Contacts
 from p2p.discovery import P2PNode
 from p2p.http import HttpClient
+from protocol.appeals import MAX_FILINGS
 from protocol.atomic import write_atomically
 from protocol.envelope import Signed, open_envelope, seal
 from protocol.errors import ConfigError, DataDirError, NodeError, ProtocolError, RefusedError, RelayError
-from protocol.identity import Identity
+from protocol.identity import Identity, PeerId
 from protocol.records import Appeal, Manifest, Verdict
 from protocol.run import RunAddress
 
 APPEALS: Final = "appeals"
 POLL_S: Final = 2.0
 FIND_S: Final = 30.0
+TOO_OLD: Final = "bad-clock"
+"""How relays refuse what was signed more than a day ago."""
+MAX_PAGES: Final = 64
+"""Of a feed that is searched for what validators said."""
 OUTBOX: Final = "outbox.sqlite"
 
 Say = Callable[[str], None]
@@ -87,10 +94,19 @@ def appeal(
             await _meet(swarm, left_s)
             rejection = await _choose(swarm.clients, rejections)
             petition = _kept(data_dir, identity, rejection, reason)
-            await _hand_in(swarm, petition, say)
+            kept = data_dir / APPEALS / rejection.id.hex()
+            try:
+                await _hand_in(swarm, petition, say)
+            except RefusedError as error:
+                if error.code == TOO_OLD:  # signed long ago and never taken: the next one is a new one
+                    kept.unlink(missing_ok=True)
+                raise
             found = await _follow(swarm, petition, evicts=rejection.record.hard, wait_s=wait_s, say=say)
             if found["state"] == "undecided":
-                (data_dir / APPEALS / rejection.id.hex()).unlink(missing_ok=True)  # the next one is another appeal
+                for why in await _reasons(swarm.clients, identity.peer_id, petition):
+                    say(why)
+            if found["state"] == "undecided" and found["once_more"]:
+                kept.unlink(missing_ok=True)  # the next one is another appeal
             nursery.cancel_scope.cancel()
         return found
 
@@ -155,15 +171,24 @@ async def _meet(swarm: Swarm, find_s: float) -> None:
 
 
 async def _follow(swarm: Swarm, petition: Signed[Appeal], *, evicts: bool, wait_s: float, say: Say) -> dict[str, Any]:
-    stage = "taken"
+    stage = _Stage("taken")
     with trio.move_on_after(wait_s):
-        while stage not in ("refused", "reinstated", "granted", "undecided"):
+        while stage.name not in ("refused", "reinstated", "granted", "undecided"):
             await trio.sleep(POLL_S)
             latest = await _stage(swarm.clients, petition, evicts=evicts)
             if latest != stage:
-                say(SAID[latest])
+                say(SAID["given up" if latest.name == "undecided" and not latest.once_more else latest.name])
             stage = latest
-    return {"appeal": petition.id.hex(), "submission": petition.record.submission.hex(), "state": stage}
+    found = {"appeal": petition.id.hex(), "submission": petition.record.submission.hex(), "state": stage.name}
+    return found | ({"once_more": stage.once_more} if stage.name == "undecided" else {})
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """How far an appeal is; `once_more`: one that ended undecided was the first about its submission."""
+
+    name: str
+    once_more: bool = False
 
 
 SAID: Final = {
@@ -174,6 +199,7 @@ SAID: Final = {
     "reinstated": "granted, and the eviction is taken back with what it took: start the node again",
     "refused": "refused: the other validator rejects it too; the next appeal has to wait",
     "undecided": "no validator that was left could tell; it may be filed once more: run the same command again",
+    "given up": "no validator that was left could tell, for the second time: the rejection stays",
 }
 
 
@@ -193,16 +219,36 @@ async def _hand_in(swarm: Swarm, petition: Signed[Appeal], say: Say) -> None:
     say(f"{taken} {'relay has' if taken == 1 else 'relays have'} the appeal about {about}")
 
 
-async def _stage(clients: Sequence[RelayClient], petition: Signed[Appeal], *, evicts: bool) -> str:
+async def _reasons(clients: Sequence[RelayClient], own: PeerId, petition: Signed[Appeal]) -> list[str]:
+    """What those who could not tell say of it, from the newest verdicts of the first relay that answers."""
+    for client in clients:
+        found: list[str] = []
+        after = 0
+        try:
+            for _ in range(MAX_PAGES):
+                items = await client.feed(after, kinds=[Verdict.KIND], about=own)
+                if not items:
+                    break
+                after = items[-1].seq
+                answers = [one.signed for one in items if one.signed.record.appeal == petition.id]
+                found += [f"validator {one.author.short}: {printable(one.record.reason)}" for one in answers]
+        except (RelayError, ProtocolError):
+            continue
+        return found
+    return []
+
+
+async def _stage(clients: Sequence[RelayClient], petition: Signed[Appeal], *, evicts: bool) -> _Stage:
     """How far an appeal is, by the first relay that answers. `evicts`: it is against a hard rejection."""
     for client in clients:
         try:
             standing = await client.standing()
         except (RelayError, ProtocolError):
             continue
-        state = next((row.state for row in standing.appeals if row.appeal == petition.id), "taken")
+        about = [row for row in standing.appeals if row.submission == petition.record.submission]
+        state = next((row.state for row in about if row.appeal == petition.id), "taken")
         if state != "granted" or not evicts:
-            return state
+            return _Stage(state, once_more=state == "undecided" and len(about) < MAX_FILINGS)
         returning = standing.standing == "evicted" and standing.evicted_for == petition.record.submission
-        return "returning" if returning else "reinstated"
-    return "taken"
+        return _Stage("returning" if returning else "reinstated")
+    return _Stage("taken")

@@ -35,7 +35,7 @@ from node.policies import Policies
 from node.progress import DownloadProgress
 from node.relay.desk import RelayDesk
 from node.relay.door import DoorLimits
-from node.relay.role import RelayParts, RelayRole
+from node.relay.role import FIRST_LOOK_S, RelayParts, RelayRole
 from node.relay.store import RelayStore
 from node.run_create import require_model
 from node.run_link import join_line, known_peers
@@ -90,17 +90,27 @@ class InferenceKind:
     new_role: Callable[[InferenceParts], Role] = InferenceRole
 
 
-async def build_role(node: Node, services: trio.Nursery, kind: InferenceKind) -> Role:
-    """The role that the configuration names, its services running. Raises NodeError."""
+@dataclass(frozen=True)
+class ValidatorKind:
+    """What makes a validator: its role. A simulation of one that lies replaces it."""
+
+    new_role: Callable[[ValidatorParts], Role] = ValidatorRole
+
+
+Kind = InferenceKind | ValidatorKind
+
+
+async def build_role(node: Node, services: trio.Nursery, kind: Kind | None = None) -> Role:
+    """The role that the configuration names, its services running; `kind` if it is of that role. Raises NodeError."""
     match node.config.role:
         case "relay":
             return await _relay(node, services)
         case "trainer":
             return await _trainer(node, services)
         case "validator":
-            return await _validator(node, services)
+            return await _validator(node, services, kind if isinstance(kind, ValidatorKind) else ValidatorKind())
         case "inference":
-            return await _inference(node, services, kind)
+            return await _inference(node, services, kind if isinstance(kind, InferenceKind) else InferenceKind())
         case "watch":
             return await _watch(node, services)
 
@@ -149,6 +159,7 @@ async def _relay(node: Node, services: trio.Nursery) -> Role:
             public_url=node.config.public_url,
             data_dir=node.data.path,
             stay=node.config.stay,
+            first_look_s=FIRST_LOOK_S if node.config.bootstrap else 0.0,
         )
     )
 
@@ -192,7 +203,7 @@ async def _inference(node: Node, services: trio.Nursery, kind: InferenceKind) ->
     )
 
 
-async def _validator(node: Node, services: trio.Nursery) -> Role:
+async def _validator(node: Node, services: trio.Nursery, kind: ValidatorKind) -> Role:
     compute = await _compute(node, services, "node.validator.compute")
     screening = await _compute(node, services, "node.validator.screening", log_name="screening.log")
     reader = await _reader(node, services)
@@ -204,7 +215,7 @@ async def _validator(node: Node, services: trio.Nursery) -> Role:
     await services.start(ledger.run)
     node.sources.ledger = lambda: ledger.state
     node.sources.obtain = from_relays(swarm, node.data.sub("shown"))
-    return ValidatorRole(
+    return kind.new_role(
         ValidatorParts(
             identity=node.identity,
             swarm=swarm,

@@ -27,7 +27,7 @@ from node.swarm import remembered_manifest
 from p2p.dht_records import parse_key, relay_key, run_key
 from p2p.discovery import P2PNode
 from protocol.envelope import Signed
-from protocol.errors import BootstrapError, ConfigError, MalformedError, NodeError
+from protocol.errors import BootstrapError, ConfigError, MalformedError, NodeError, named_error
 from protocol.identity import Identity, PeerId
 from protocol.run import RunAddress
 
@@ -112,7 +112,10 @@ def joined(data_dir: Path, run: str | None, bootstrap: Sequence[str], ask: Ask, 
             run_address=address,
             data_dir=Path(scratch),
         )
-        return trio.run(_ask, node, address, ask, max(0.0, ends_at - time.monotonic()))
+        try:
+            return trio.run(_ask, node, address, ask, max(0.0, ends_at - time.monotonic()))
+        except BaseExceptionGroup as group:
+            raise named_error(group) or group from group
 
 
 async def _ask(node: P2PNode, address: RunAddress, ask: Ask, left_s: float) -> dict[str, Any]:

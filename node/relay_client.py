@@ -59,6 +59,8 @@ class RelayInfo(msgspec.Struct, frozen=True):
     software: str
     protocol: int
     run: str
+    instance: str = ""
+    """Which of the nodes with its key it is (node.instance), in hexadecimal; empty where it does not say."""
 
 
 @dataclass(frozen=True)

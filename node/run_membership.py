@@ -11,7 +11,7 @@ from protocol.errors import ConfigError, MalformedError, ModelError
 from protocol.identity import PeerId
 from protocol.records import AdmissionSpec, CreditSpec
 from protocol.tensorfile import PREFIX_BYTES, check_header, header_length
-from trainer.recipe import Recipe
+from trainer.recipe import OPEN_WORK_BITS, Recipe
 
 
 class _Tensor(msgspec.Struct):
@@ -30,7 +30,18 @@ def admission_spec(recipe: Recipe) -> AdmissionSpec:
         ) from error
     if len(set(allowed)) != len(allowed):
         raise ConfigError("admission.allowed: a peer id is named twice")
-    return AdmissionSpec(kind=choice.kind, allowed=allowed, work_bits=choice.work_bits)
+    return AdmissionSpec(kind=choice.kind, allowed=allowed, work_bits=choice.asked_bits)
+
+
+def admission_warning(spec: AdmissionSpec) -> str:
+    """What an operator should know of a run that anybody can enter at no cost; empty for every other run."""
+    if spec.is_asked_for:
+        return ""
+    return (
+        "warning: this run is open, and its recipe says admission.work_bits = 0: a new key costs nothing, so whoever "
+        f"is evicted comes back at once under another one. Leave work_bits out (it is {OPEN_WORK_BITS} then: some ten "
+        'seconds of one core for each new key), raise it, or write kind = "invite"; it cannot be changed afterwards'
+    )
 
 
 def credit_spec(recipe: Recipe, model_dir: Path) -> CreditSpec:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from p2p.lean import import_libp2p
 
 if TYPE_CHECKING:
-    from node.assembly import InferenceKind
+    from node.assembly import Kind
     from node.config import NodeConfig
 
 MALLOPT_ARENA_MAX: Final = -8
@@ -17,7 +17,7 @@ MALLOPT_ARENA_MAX: Final = -8
 ARENAS: Final = 2
 
 
-def start_node(config: NodeConfig, *, kind: InferenceKind | None = None) -> int:
+def start_node(config: NodeConfig, *, kind: Kind | None = None) -> int:
     """Run a node to its end, as node.app does; the exit code."""
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # its own pool keeps megabytes for a few shards
     share_arenas()

@@ -108,6 +108,7 @@ _WORDS: Final[Mapping[str, tuple[str, Callable[[float], str]]]] = {
     "seconds": ("time spent judging", _unless_none(span)),
     "drawn": ("drawn for a whole check", _counted("submission")),
     "not_drawn": ("not drawn", _counted("submission")),
+    "judges_again": ("judges again", str),
     "ledger_length": ("ledger", _counted("entry")),
     "evicted": ("evicted", _counted("node")),
     "active_nodes": ("active nodes", _number),

@@ -219,6 +219,11 @@ class P2PNode:
         await self._until(attempt, timeout_s)
         return list(found.values())
 
+    async def find_advert(self, peer_id: PeerId) -> Signed[RelayAdvert] | None:
+        """The newest advert of one relay of the run that this node or others hold; None where there is none."""
+        signed = await self._get_of_this_version(self._running_dht(), relay_key(self._address, peer_id))
+        return signed if signed is not None and isinstance(signed.record, RelayAdvert) else None
+
     async def _until(self, attempt: Callable[[], Awaitable[bool]], timeout_s: float) -> None:
         dht = self._running_dht()
         pause_s = 0.25

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from libp2p.kad_dht.pb.kademlia_pb2 import Message as Message  # for those who must not import libp2p themselves
 from libp2p.peer.id import ID
 
 from p2p.addresses import Scope, parse_addresses, scope_of

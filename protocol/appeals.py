@@ -82,6 +82,15 @@ class Appeals:
         if self.validators <= submission.decided():
             _refuse("nobody-left", "every validator of this run has decided about the submission")
 
+    def may_come(self, submission: LedgerSubmission, *, trained: int) -> bool:
+        """Whether a validator may yet have to judge a submission for an appeal: one that is open, or could be filed."""
+        if submission.state != "rejected" or submission.settled_step is None:
+            return False
+        filed = [self._filed.get(one.id, []) for one in submission.rejections()]
+        cases = [self.cases[appeal] for each in filed for appeal in each]
+        since = max([submission.settled_step, *(one.ended_step for one in cases)])
+        return any(one.state == "open" for one in cases) or trained - since <= self.window_steps
+
     def add(self, entry: Signed[Appeal], place: int) -> None:
         """Take one in that was checked."""
         self.cases[entry.id] = LedgerAppeal(entry.record, entry.author, place)

@@ -11,15 +11,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final
+from functools import lru_cache
+from typing import Final, cast
 
 from protocol.constants import SIGNATURE_DOMAIN
-from protocol.envelope import Opener, Signed, open_envelope, signature_of
+from protocol.envelope import Opener, R, Signed, open_envelope, signature_of
 from protocol.errors import MalformedError, WrongRunError
 from protocol.identity import PeerId
 from protocol.records import CheckSpec, Head, Manifest, Receipt, Verdict
 
 _SCALE: Final = float(1 << 64)
+_HEADS: Final = 256
+"""A head draws for all that relays took since the one before, so the last few come again and again."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,12 @@ def check_rate(record: TrackRecord, spec: CheckSpec) -> float:
 
 def beacon_of(head: Signed[Head]) -> bytes:
     """What a head draws with. Its id would not do: it covers only what can be guessed to the millisecond."""
-    return _hash("beacon", signature_of(head.data))
+    return _beacon(head.data)
+
+
+@lru_cache(maxsize=_HEADS)
+def _beacon(head: bytes) -> bytes:
+    return _hash("beacon", signature_of(head))
 
 
 def is_drawn(beacon: bytes, submission_id: bytes, *, rate: float) -> bool:
@@ -54,6 +62,19 @@ def is_drawn(beacon: bytes, submission_id: bytes, *, rate: float) -> bool:
 def is_first_after(head: Head, receipt: Receipt) -> bool:
     """Whether no head lies between the one that a receipt names and this one."""
     return head.previous_sequence <= receipt.head_sequence < head.sequence
+
+
+def opening_heads_once(opens: Opener) -> Opener:
+    """The same opener, which remembers the last heads by their very bytes."""
+
+    @lru_cache(maxsize=_HEADS)
+    def head(data: bytes) -> Signed[Head]:
+        return opens(data, Head)
+
+    def open_(data: bytes, kind: type[R]) -> Signed[R]:
+        return cast("Signed[R]", head(data)) if kind is Head else opens(data, kind)
+
+    return open_
 
 
 RecordAt = Callable[[PeerId, int], TrackRecord]

@@ -8,7 +8,7 @@ re-encoding an envelope cannot give the same statement a second identity.
 from __future__ import annotations
 
 import hashlib
-import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -74,13 +74,35 @@ def open_envelope(data: bytes, kind: type[R], *, signature_checked: bool = False
     Raises MalformedError, VersionError or SignatureError; costs one signature check at most, and allocates no more
     than the input's size. `signature_checked` leaves that one out: another process has done it for these very bytes.
     """
-    if len(data) > min(MAX_ENVELOPE_BYTES, kind.MAX_BYTES + 1024):
-        raise MalformedError(f"{kind.KIND} of {len(data)} bytes; at most {kind.MAX_BYTES} are allowed")
+    _require_size(data, kind)
     envelope = _decode(data, _Envelope, "envelope")
     if envelope.domain != SIGNATURE_DOMAIN:
         raise _version_error(envelope)
     if envelope.kind != kind.KIND:
         raise MalformedError(f"expected a {kind.KIND}, got a {envelope.kind[:40]!r}")
+    return _open(envelope, data, kind, signature_checked)
+
+
+def open_one_of(
+    data: bytes, kinds: Mapping[str, type[Record]], *, signature_checked: bool = False
+) -> Signed[Any] | str:
+    """The same for an envelope of any of several kinds; the name of its kind where it is none of them."""
+    envelope = _envelope(data)
+    kind = kinds.get(envelope.kind)
+    if kind is None:
+        return envelope.kind
+    _require_size(data, kind)
+    if envelope.domain != SIGNATURE_DOMAIN:
+        raise _version_error(envelope)
+    return _open(envelope, data, kind, signature_checked)
+
+
+def _require_size(data: bytes, kind: type[Record]) -> None:
+    if len(data) > min(MAX_ENVELOPE_BYTES, kind.MAX_BYTES + 1024):
+        raise MalformedError(f"{kind.KIND} of {len(data)} bytes; at most {kind.MAX_BYTES} are allowed")
+
+
+def _open(envelope: _Envelope, data: bytes, kind: type[R], signature_checked: bool) -> Signed[R]:
     author = PeerId(envelope.author)
     signed = _signed_bytes(envelope.domain, envelope.kind, envelope.author, envelope.payload)
     if not signature_checked and not author.verify(signed, envelope.signature):
@@ -91,17 +113,12 @@ def open_envelope(data: bytes, kind: type[R], *, signature_checked: bool = False
 
 def kind_of(data: bytes) -> str:
     """What an envelope says it carries, before anything is checked. Raises MalformedError."""
-    if len(data) > MAX_ENVELOPE_BYTES:
-        raise MalformedError(f"an envelope of {len(data)} bytes; at most {MAX_ENVELOPE_BYTES} are allowed")
-    envelope: _Envelope = _decode(data, _Envelope, "envelope")
-    return envelope.kind
+    return _envelope(data).kind
 
 
 def id_of(data: bytes) -> bytes:
     """The id that an envelope's record has if its signature holds, which is not checked. Raises MalformedError."""
-    if len(data) > MAX_ENVELOPE_BYTES:
-        raise MalformedError(f"an envelope of {len(data)} bytes; at most {MAX_ENVELOPE_BYTES} are allowed")
-    envelope: _Envelope = _decode(data, _Envelope, "envelope")
+    envelope = _envelope(data)
     return hashlib.sha256(_signed_bytes(envelope.domain, envelope.kind, envelope.author, envelope.payload)).digest()
 
 
@@ -111,9 +128,20 @@ def signature_of(data: bytes) -> bytes:
     return envelope.signature
 
 
+def _envelope(data: bytes) -> _Envelope:
+    if len(data) > MAX_ENVELOPE_BYTES:
+        raise MalformedError(f"an envelope of {len(data)} bytes; at most {MAX_ENVELOPE_BYTES} are allowed")
+    envelope: _Envelope = _decode(data, _Envelope, "envelope")
+    return envelope
+
+
 def _signed_bytes(domain: str, kind: str, author: bytes, payload: bytes) -> bytes:
-    parts = (domain.encode(), kind.encode(), author, payload)
-    return b"".join(struct.pack(">I", len(part)) + part for part in parts)
+    place, name = domain.encode(), kind.encode()
+    return b"".join((_size(place), place, _size(name), name, _size(author), author, _size(payload), payload))
+
+
+def _size(part: bytes) -> bytes:
+    return len(part).to_bytes(4, "big")
 
 
 _decoders: dict[type[Any], msgspec.msgpack.Decoder[Any]] = {}

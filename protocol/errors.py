@@ -166,3 +166,12 @@ class LedgerError(ProtocolError):
     def __init__(self, message: str, *, rule: str) -> None:
         super().__init__(message)
         self.rule = rule
+
+
+def named_error(group: BaseExceptionGroup[BaseException]) -> NodeError | None:
+    """The first error of a nursery's group; None unless all that went wrong is errors of this tree."""
+    named, rest = group.split(NodeError)
+    first: BaseException | None = named if rest is None else None
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    return first if isinstance(first, NodeError) else None

@@ -10,8 +10,9 @@ import hashlib
 from dataclasses import dataclass
 
 import base58
+from nacl.bindings import crypto_sign_open
 from nacl.exceptions import BadSignatureError
-from nacl.signing import SigningKey, VerifyKey
+from nacl.signing import SigningKey
 
 from protocol.errors import MalformedError
 
@@ -29,6 +30,9 @@ class PeerId:
     def __post_init__(self) -> None:
         if len(self.public_key) != KEY_BYTES:
             raise MalformedError(f"a public key has {KEY_BYTES} bytes, not {len(self.public_key)}")
+
+    def __hash__(self) -> int:
+        return hash(self.public_key)  # which bytes remember, as a tuple of them does not
 
     def __str__(self) -> str:
         return str(base58.b58encode(_PEER_ID_PREFIX + self.public_key), "ascii")
@@ -54,7 +58,7 @@ class PeerId:
         if len(signature) != SIGNATURE_BYTES:
             return False
         try:
-            VerifyKey(self.public_key).verify(message, signature)
+            crypto_sign_open(signature + message, self.public_key)
         except (BadSignatureError, ValueError, TypeError):
             return False
         return True

@@ -17,8 +17,9 @@ from protocol.admissions import Admissions
 from protocol.appeals import Appeals, LedgerAppeal
 from protocol.balances import FOR_GOOD
 from protocol.batches import fault_of
-from protocol.draw import TrackRecord, prove_undrawn
-from protocol.envelope import Opener, Record, Signed, kind_of, open_envelope
+from protocol.draw import TrackRecord, opening_heads_once, prove_undrawn
+from protocol.duties import Duties, Duty, DutyKind
+from protocol.envelope import Record, Signed, open_envelope, open_one_of
 from protocol.errors import LedgerError, ProtocolError, WrongRunError
 from protocol.identity import PeerId
 from protocol.ledger_memory import BatchSubmissions, SubmissionState
@@ -37,8 +38,6 @@ from protocol.records import (
 )
 from protocol.standing import Contributor
 
-TIP_BYTES: Final = 32
-
 
 def next_tip(tip: bytes, entry_id: bytes) -> bytes:
     """The chain's tip after one more entry."""
@@ -47,10 +46,10 @@ def next_tip(tip: bytes, entry_id: bytes) -> bytes:
 
 def open_entry(data: bytes, *, signature_checked: bool = False) -> Signed[Any]:
     """Open an envelope of whichever kind the ledger takes. Raises ProtocolError."""
-    kind = kind_of(data)
-    if kind not in ENTRY_KINDS:
-        raise LedgerError(f"the ledger takes no {kind[:40]!r}", rule="kind")
-    return open_envelope(data, ENTRY_KINDS[kind], signature_checked=signature_checked)
+    opened = open_one_of(data, ENTRY_KINDS, signature_checked=signature_checked)
+    if isinstance(opened, str):
+        raise LedgerError(f"the ledger takes no {opened[:40]!r}", rule="kind")
+    return opened
 
 
 def about(entry: Signed[Any]) -> PeerId | None:
@@ -83,7 +82,8 @@ class LedgerState:
         self._validators, self._trainer = manifest.validator_ids, manifest.trainer_id
         self.length = 0
         self.tip = run_id
-        self._tips = bytearray(run_id)
+        self._tips = memory.tips
+        self._tips.add(run_id)
         self.contributors: dict[PeerId, Contributor] = {}
         self.submissions = memory.submissions
         self.committed = memory.committed
@@ -99,12 +99,13 @@ class LedgerState:
         """By hard verdict: the submission it rejects."""
         self._admissions = Admissions(run_id, manifest.admission, operator or self._trainer)
         self._appeals = Appeals(manifest.credits.maturity_steps, frozenset(self._validators))
+        self._duties = Duties()
         self._maturing: set[PeerId] = set()
         """Contributors with credits that are not mature."""
         self.work_checked = False
         """True while entries are replayed whose proofs of work this machine has checked before."""
         self._signatures_checked = signatures_checked
-        self._opens: Opener = partial(open_envelope, signature_checked=True) if signatures_checked else open_envelope
+        self._opens = opening_heads_once(partial(open_envelope, signature_checked=signatures_checked))
 
     @property
     def evicted(self) -> set[PeerId]:
@@ -136,10 +137,14 @@ class LedgerState:
         contributor = self.contributors.get(entry.author) or Contributor()
         self._appeals.check(entry, submission, contributor, trained=len(self.trained))
 
-    def reinstatement_due(self) -> list[tuple[PeerId, bytes, bytes]]:
-        """Evicted contributors whose appeal was granted: whom, and the ids of the appeal and of its answer."""
-        granted = [(key, case) for key, case in list(self.appeals.items()) if case.state == "granted"]
-        return [(case.author, key, case.answer) for key, case in granted if self._is_ground(case)]
+    def may_be_appealed(self, submission: bytes) -> bool:
+        """Whether a submission's file may yet be needed: an appeal about it is open, or could still be filed."""
+        known = self.submissions.get(submission)
+        return known is not None and self._appeals.may_come(known, trained=len(self.trained))
+
+    def owed(self) -> list[Duty]:
+        """Evictions and reinstatements that the trainer owes, in ledger order."""
+        return self._duties.owed()
 
     def apply(self, data: bytes) -> Signed[Any]:
         """Check one entry against the rules and take it in.
@@ -163,13 +168,12 @@ class LedgerState:
     def pass_over(self, entry_id: bytes) -> None:
         """Count an entry into the chain and make nothing of it: for audits, which go on after one that is refused."""
         self.tip = next_tip(self.tip, entry_id)
-        self._tips += self.tip
+        self._tips.add(self.tip)
         self.length += 1  # last: other threads look up tips below it
 
     def tip_at(self, length: int) -> bytes | None:
         """The tip after the first `length` entries; None when there are fewer."""
-        start = length * TIP_BYTES
-        return bytes(self._tips[start : start + TIP_BYTES]) if 0 <= length <= self.length else None
+        return self._tips[length] if 0 <= length <= self.length else None
 
     def usable(self, step: int) -> list[bytes]:
         """Accepted submissions that a batch for `step` may hold, in ledger order."""
@@ -220,19 +224,21 @@ class LedgerState:
         self.contributors.setdefault(entry.author, Contributor()).admitted_at = self.length
 
     def _submission(self, entry: Signed[Submission]) -> None:
+        """An id covers author, step and index, and an index that was taken never comes next again: so a submission
+        whose index comes next is none that is here, however old, and need not be looked for."""
         record = entry.record
         contributor = self.contributors.get(entry.author) or Contributor()
         if not self.admitted(entry.author):
             _refuse("not-admitted", f"{entry.author.short} was not admitted to this run")
         if contributor.standing == "evicted":
             _refuse("evicted", f"{entry.author.short} is evicted: {contributor.reason}")
-        if entry.id in self.submissions:
+        expected = contributor.steps.next_index(record.step)
+        if record.index != expected and entry.id in self.submissions:
             _refuse("duplicate", "this submission is already in the ledger")
         if record.sha256 in self._files:
             _refuse("duplicate-file", "this rollout file was submitted before")
         if record.index >= self.manifest.rollout.max_submissions_per_step:
             _refuse("over-cap", f"index {record.index} is over the cap of submissions a step")
-        expected = contributor.steps.next_index(record.step)
         if record.index != expected:
             _refuse("not-contiguous", f"index {record.index} at step {record.step}; expected {expected}")
         fault = self.policy_fault(entry.author, record)
@@ -263,6 +269,8 @@ class LedgerState:
             self._hard[entry.id] = record.submission
         if appeal is None:
             self._count(submission, record)
+            if entry.id in self._hard and self.contributors[submission.author].standing == "active":
+                self._owe_if(self._hard_rejection(submission.author, entry.id), "eviction", entry)
         elif record.outcome == "undecided":
             self._appeals.could_not_tell(record.appeal, submission, trained=len(self.trained))
         else:
@@ -333,6 +341,14 @@ class LedgerState:
         self._settle(submission, "accepted")
         submission.appeal = answer.record.appeal
         self._pay(submission)
+        self._duties.overturned(case.author, case.record.submission)
+        self._owe_if(self._is_ground(case), "reinstatement", answer)
+
+    def _owe_if(self, due: bool, kind: DutyKind, verdict: Signed[Verdict]) -> None:
+        record, peer = verdict.record, PeerId(verdict.record.contributor)
+        if due:
+            trained = len(self.trained)
+            self._duties.add(Duty(kind, peer, record.submission, verdict.id, record.appeal, self.length, trained))
 
     def _batch(self, entry: Signed[Batch]) -> None:
         entry.require_author(self._trainer)
@@ -401,6 +417,7 @@ class LedgerState:
         contributor.reason = entry.record.reason
         contributor.evicted_for, contributor.evicted_step = self._hard[entry.record.verdict], len(self.trained)
         contributor.balance.forfeit()
+        self._duties.evicted(peer)
         self._maturing.discard(peer)
 
     def _reinstatement(self, entry: Signed[Reinstatement]) -> None:
@@ -415,6 +432,7 @@ class LedgerState:
         contributor.standing = "active"
         contributor.reason, contributor.evicted_for, contributor.evicted_step = "", b"", None
         contributor.balance.restore()
+        self._duties.reinstated(peer)
         self._ripen(peer)
 
     def _is_ground(self, case: LedgerAppeal) -> bool:

@@ -1,14 +1,20 @@
-"""What the ledger's replay remembers of submissions, batches and steps: all that grows with its length."""
+"""What the ledger's replay remembers of submissions, batches and steps: all that grows with its length.
+
+Nothing of it may be forgotten: an appeal, a batch or a fork's proof may look back, and a rollout file counts once for
+ever. It may lie anywhere, though.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from protocol.envelope import Signed
 from protocol.identity import PeerId
 from protocol.records import Batch, Submission, Trained, Verdict
+
+TIP_BYTES: Final = 32
 
 SubmissionState = Literal["pending", "disputed", "accepted", "rejected", "undecided"]
 
@@ -48,7 +54,7 @@ class LedgerSubmission:
 
     def rejections(self) -> list[Signed[Verdict]]:
         """Verdicts that reject it, in ledger order."""
-        return [one for one in self.verdicts.values() if one.record.outcome == "reject"]
+        return [one for one in list(self.verdicts.values()) if one.record.outcome == "reject"]
 
 
 class Digests(Protocol):
@@ -59,6 +65,29 @@ class Digests(Protocol):
     def add(self, digest: bytes, /) -> None: ...
 
 
+class Tips(Protocol):
+    """The chain's tips, by length; other threads read those that are there while one adds."""
+
+    def add(self, tip: bytes, /) -> None:
+        """The next one."""
+
+    def __getitem__(self, length: int, /) -> bytes:
+        """After so many entries, of which there were that many."""
+
+
+@dataclass
+class TipsInMemory:
+    """32 bytes each."""
+
+    _tips: bytearray = field(default_factory=bytearray)
+
+    def add(self, tip: bytes, /) -> None:
+        self._tips += tip
+
+    def __getitem__(self, length: int, /) -> bytes:
+        return bytes(self._tips[length * TIP_BYTES : (length + 1) * TIP_BYTES])
+
+
 @dataclass
 class LedgerMemory:
     """Ordinary collections, or others that put most of it on a disk (for audits)."""
@@ -67,6 +96,7 @@ class LedgerMemory:
     files: Digests = field(default_factory=set[bytes])
     committed: MutableMapping[int, Batch] = field(default_factory=dict)
     trained: MutableMapping[int, Trained] = field(default_factory=dict)
+    tips: Tips = field(default_factory=TipsInMemory)
 
 
 class BatchSubmissions(Mapping[int, tuple[bytes, ...]]):

@@ -1,7 +1,7 @@
 """The cheats that a scenario or a benchmark can name, and what each does; all else about them is honest.
 
-What they compute is in `simnet.zoo.workers`, what they say to the network in `simnet.zoo.roles`. A new cheat is an
-entry here and a class there.
+What contributors compute is in `simnet.zoo.workers`, what they say to the network in `simnet.zoo.roles`; validators
+that lie are in `simnet.zoo.validators`. A new cheat is an entry here and a class there.
 """
 
 from __future__ import annotations
@@ -61,3 +61,11 @@ ROLES: Final[dict[str, str]] = {
     "two-nodes-one-key": "runs two nodes with one key, neither of which knows what the other hands in",
 }
 CHEATS: Final[dict[str, str]] = WEIGHTS | SAMPLING | PROOFS | ROWS | FILES | ROLES
+"""Of contributors."""
+VALIDATORS: Final[dict[str, str]] = {
+    "framer": "rejects as made up whatever it is called to judge, and looks at none of it",
+    "rubber-stamp": "accepts whatever it is called to judge, says that it checked it, and looks at none of it",
+    "uncalled": "rejects as made up whatever anybody hands in, at once, and not only where the lot calls it",
+    "forged-votes": "checks, and then signs falsely, for another contributor, or for a submission that is not there",
+}
+"""Of validators."""

@@ -41,8 +41,6 @@ class Launch:
     public_url: str = ""
     settings: Path | None = None
     """A file for `--config`."""
-    control: Path | None = None
-    """Where something is wrong with the node's clock or disk: the file that says what (simnet.meddle)."""
 
     @property
     def listen(self) -> str:
@@ -78,10 +76,7 @@ class CliCommands:
 
     def start(self, plan: NodePlan, launch: Launch) -> list[str]:
         module = self._module(plan, launch)
-        flags = [*self._place_flags(plan, launch), *self._work_flags(plan, launch)]
-        if launch.control is not None:
-            return [*self._PYTHON, "simnet.meddle", str(launch.control), *module, *flags]
-        return [*self._PYTHON, *module, *flags]
+        return [*self._PYTHON, *module, *self._place_flags(plan, launch), *self._work_flags(plan, launch)]
 
     def _module(self, plan: NodePlan, launch: Launch) -> list[str]:
         if plan.cheat:
@@ -119,6 +114,7 @@ class ShortCommands:
 
     def __init__(self) -> None:
         self._running: list[subprocess.Popen[str]] = []
+        self._over = False
 
     def last_line(self, command: list[str], env: dict[str, str]) -> str:
         """The last line that a short command prints. Raises NodeError when it fails or prints nothing."""
@@ -135,6 +131,8 @@ class ShortCommands:
                 start_new_session=True,
             )
             self._running.append(process)
+        if self._over:  # another thread ended all that there were at that moment
+            self.end()
         try:
             printed, said = process.communicate(timeout=SETUP_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
@@ -145,16 +143,20 @@ class ShortCommands:
         return lines[-1].strip()
 
     def end(self) -> None:
-        """Kill the short commands that still run."""
-        for process in self._running:
+        """Kill the short commands that still run, and those that are started from now on."""
+        self._over = True
+        for process in list(self._running):
             if process.poll() is None:
                 send(process.pid, signal.SIGKILL, group=True)
 
 
-def environment_of(plan: NodePlan) -> dict[str, str]:
-    """The caller's without settings of nodes; this program is found wherever it lies; threads are bounded."""
+def environment_of(plan: NodePlan, *, hook: Path | None = None) -> dict[str, str]:
+    """The caller's without settings of nodes; this program is found wherever it lies; threads are bounded.
+
+    `hook`: where something is wrong with the node's clock or disk, the directory that sees to it (simnet.meddle).
+    """
     root = str(Path(__file__).resolve().parent.parent)
-    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    paths = [*([str(hook)] if hook else []), root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("INTELLECT_")}
     return {
         **inherited,

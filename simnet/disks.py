@@ -10,19 +10,19 @@ import logging
 import os
 import resource
 import shutil
-import subprocess
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from protocol.errors import NodeError
+from simnet.interrupts import shielded
 from simnet.netns import is_left_over, label
+from simnet.tools import run_tool
 
 log = logging.getLogger(__name__)
 
 BALLAST: Final = ".ballast"
-TIMEOUT_S: Final = 60.0
 
 
 class Disks:
@@ -31,6 +31,7 @@ class Disks:
     def __init__(self, wanted_mb: Mapping[str, tuple[Path, int]]) -> None:
         self._wanted = dict(wanted_mb)
         self._mounted: dict[str, Path] = {}
+        self._limited: set[str] = set()
         self.notes: tuple[str, ...] = ()
 
     def start(self) -> None:
@@ -44,13 +45,15 @@ class Disks:
         for node, (directory, size_mb) in self._wanted.items():
             directory.mkdir(parents=True, exist_ok=True)
             options = f"size={size_mb}m,mode=700"
-            _run(["mount", "-t", "tmpfs", "-o", options, f"{label()}{node}", str(directory)])
-            self._mounted[node] = directory
+            with shielded():
+                run_tool(["mount", "-t", "tmpfs", "-o", options, f"{label()}{node}", str(directory)])
+                self._mounted[node] = directory
 
     def fill(self, node: str, pids: Iterable[int]) -> None:
         """Leave no room on a node's disk."""
         directory = self._mounted.get(node)
         if directory is None:
+            self._limited.add(node)
             return _limit_files(pids, 0)
         with (directory / BALLAST).open("wb", buffering=0) as file, suppress(OSError):
             while True:
@@ -60,21 +63,34 @@ class Disks:
         """Give the room back."""
         directory = self._mounted.get(node)
         if directory is None:
+            self._limited.discard(node)
             return _limit_files(pids, resource.RLIM_INFINITY)
         (directory / BALLAST).unlink(missing_ok=True)
 
+    def begun(self, node: str, pids: Iterable[int]) -> None:
+        """A node was started: processes that come later have a full disk too; their children inherit the limit."""
+        if node in self._limited:
+            _limit_files(pids, 0)
+
     def close(self) -> None:
         """Put what was written in the place of what was mounted; nothing is raised."""
-        for directory in self._mounted.values():
-            kept = directory.with_name(f"{directory.name}.kept")
-            try:
-                shutil.copytree(directory, kept, symlinks=True, ignore=shutil.ignore_patterns(BALLAST))
-                _run(["umount", "-l", str(directory)])
-                directory.rmdir()
-                kept.rename(directory)
-            except (OSError, shutil.Error, NodeError) as error:
-                log.warning("a disk could not be put away directory=%s error=%s", directory, error)
-        self._mounted.clear()
+        while self._mounted:
+            with shielded():  # an interrupt comes between two disks, and whoever closes again does the others
+                _put_away(self._mounted.popitem()[1])
+
+
+def _put_away(directory: Path) -> None:
+    """Have a directory hold by itself what the file system mounted there holds, which is unmounted in any case."""
+    kept = directory.with_name(f"{directory.name}.kept")
+    try:
+        try:
+            shutil.copytree(directory, kept, symlinks=True, ignore=shutil.ignore_patterns(BALLAST))
+        finally:
+            run_tool(["umount", "-l", str(directory)])
+        directory.rmdir()
+        kept.rename(directory)
+    except (OSError, shutil.Error, NodeError) as error:
+        log.warning("a disk could not be put away directory=%s error=%s", directory, error)
 
 
 def sweep() -> None:
@@ -84,7 +100,7 @@ def sweep() -> None:
             source, target, *_ = line.split()
             if is_left_over(source):
                 with suppress(NodeError):
-                    _run(["umount", "-l", target.replace("\\040", " ")])
+                    run_tool(["umount", "-l", target.replace("\\040", " ")])
 
 
 def _limit_files(pids: Iterable[int], size: int) -> None:
@@ -92,12 +108,3 @@ def _limit_files(pids: Iterable[int], size: int) -> None:
         with suppress(ProcessLookupError, PermissionError, ValueError):
             _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard if size == resource.RLIM_INFINITY else size, hard))
-
-
-def _run(command: list[str]) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NodeError(f"{command[0]} cannot be run: {error}") from error
-    if done.returncode:
-        raise NodeError(f"{' '.join(command)}: {done.stderr.strip()[:500]}")

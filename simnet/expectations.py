@@ -42,6 +42,7 @@ RULES: Final[dict[str, _Rule]] = {
     "accepted_per_honest_at_least": _at_least(lambda report: report.accepted_per_honest),
     "cheats_evicted": _equal(lambda report: report.cheats > 0 and report.cheats_evicted == report.cheats),
     "cheats_accepted": _at_most(lambda report: report.cheats_accepted),
+    "liars_overruled": _equal(lambda report: report.liars_overruled),
     "honest_rejected": _at_most(lambda report: report.honest_rejected),
     "unexpected_exits": _at_most(lambda report: len(report.unexpected_exits)),
     "weights_from_relays_only": _equal(lambda report: report.weights_from_relays_only),

@@ -28,7 +28,7 @@ from protocol.identity import PeerId
 from simnet.commands import Commands, Launch, ShortCommands, environment_of
 from simnet.disks import Disks
 from simnet.interrupts import shielded
-from simnet.meddle import Control, write_control
+from simnet.meddle import Control, write_control, write_hook
 from simnet.network import LOOPBACK, make_network
 from simnet.processes import ProcessKey, ProcessTable, Usage, send
 from simnet.recipe_file import to_toml
@@ -86,6 +86,11 @@ class Member:
     @property
     def control_path(self) -> Path:
         return self.directory / "control.json"
+
+    @property
+    def hook(self) -> Path:
+        """The directory that has its processes obey `control`."""
+        return self.directory / "meddled"
 
     @property
     def running(self) -> bool:
@@ -181,7 +186,7 @@ class Fleet:
             member.process = subprocess.Popen(
                 command,
                 cwd=member.directory,
-                env=environment_of(member.plan),
+                env=environment_of(member.plan, hook=member.hook if member.plan.meddled else None),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -189,6 +194,7 @@ class Fleet:
             )
             member.ended_by = ""
         member.started_s = time.monotonic()
+        self._disks.begun(name, [member.process.pid])
         if member.plan.nice:
             with suppress(ProcessLookupError, PermissionError):
                 os.setpriority(os.PRIO_PROCESS, member.process.pid, member.plan.nice)
@@ -260,6 +266,7 @@ class Fleet:
             member.settings_path.write_text("".join(f"{line}\n" for line in to_toml(plan.settings)), encoding="utf-8")
         if plan.meddled:
             write_control(member.control_path, member.control)
+            write_hook(member.hook, member.control_path)
 
     def _launch(self, member: Member) -> Launch:
         name, network = member.plan.name, self._network
@@ -277,7 +284,6 @@ class Fleet:
             announce=f"/ip4/{LOOPBACK}/tcp/{public[0]}" if moved else "",
             public_url=f"https://{LOOPBACK}:{public[1]}" if moved else "",
             settings=member.settings_path if member.plan.settings else None,
-            control=member.control_path if member.plan.meddled else None,
         )
 
     def _inside(self, name: str) -> AbstractContextManager[None]:

@@ -120,11 +120,9 @@ async def _sybil(
 
 async def _lie(field: Field, hosts: Sequence[Any], stream: Any) -> None:
     """Answer every question with the others of this kind, and name relays that are not there."""
-    from libp2p.kad_dht.pb.kademlia_pb2 import Message
-
     from p2p.framing import Frames
     from p2p.host import to_libp2p
-    from p2p.kad_message import MAX_REQUEST_BYTES, name_peer
+    from p2p.kad_message import MAX_REQUEST_BYTES, Message, name_peer
 
     frames = Frames(stream, max_bytes=MAX_REQUEST_BYTES)
     with suppress(Exception):  # whoever asked is gone
@@ -183,9 +181,8 @@ def _connected(host: Any, dht: Any) -> bool:
 
 
 def _forgeries(field: Field) -> list[Any]:
-    from libp2p.kad_dht.pb.kademlia_pb2 import Message
-
     from p2p.dht_records import relay_key, relays_key
+    from p2p.kad_message import Message
 
     kind = Message.MessageType
     forged = Message(type=kind.PUT_VALUE, key=relay_key(field.run, PeerId(os.urandom(32))).encode())

@@ -57,6 +57,6 @@ def shielded() -> Iterator[None]:
         yield
     finally:
         _interrupts.shields -= 1
-    if not _interrupts.shields and _interrupts.waiting:
-        _interrupts.waiting = False
-        raise KeyboardInterrupt
+        if not _interrupts.shields and _interrupts.waiting:
+            _interrupts.waiting = False
+            raise KeyboardInterrupt  # in place of an error, too, which the interrupt may have brought about

@@ -1,15 +1,14 @@
-"""A node whose clock is wrong or whose disk is slow: `python -m simnet.meddle CONTROL MODULE [arguments]`.
+"""A node whose clock is wrong or whose disk is slow, in each of its Python processes.
 
-Runs a module as `python -m` does, but in its process wall-clock time is moved and writes become durable later, as the
-file CONTROL says at the moment: `{"clock_ahead_s": 90, "sync_ms": 20}`. No node does this on its own: nothing but this
-module, which only a simulation starts, moves a clock. Not meddled with: compute processes, and what libraries in C
-read of the clock (certificates).
+`write_hook` makes a directory that a simulation puts first on a node's PYTHONPATH, which the processes that the node
+starts inherit. What Python runs there before anything else moves wall-clock time and makes writes durable later, as a
+control file says at the moment: `{"clock_ahead_s": 90, "sync_ms": 20}`. No node does this on its own. Not meddled with:
+what libraries in C read of the clock (certificates), and the sandboxes of environments, which see no PYTHONPATH.
 """
 
 from __future__ import annotations
 
 import os
-import runpy
 import sqlite3
 import sys
 import time
@@ -36,6 +35,18 @@ class Control(Struct, frozen=True):
 def write_control(path: Path, control: Control) -> None:
     """Tell a node's process; it looks a few times a second."""
     write_atomically(path, msgspec.json.encode(control), sync=False)
+
+
+def write_hook(directory: Path, control: Path) -> None:
+    """Make a directory that has every Python obey a control file whose PYTHONPATH begins with it."""
+    directory.mkdir(exist_ok=True)
+    code = f"from simnet.meddle import take_over\n\ntake_over({str(control.absolute())!r})\n"
+    write_atomically(directory / "sitecustomize.py", code.encode(), sync=False)
+
+
+def take_over(control: str) -> None:
+    """Make this process obey a control file, for good."""
+    Meddler(Path(control)).install()
 
 
 class Meddler:
@@ -100,14 +111,3 @@ class Meddler:
                 return ended
 
         return Slow
-
-
-def main() -> None:
-    control, module, *arguments = sys.argv[1:]
-    Meddler(Path(control)).install()
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,18 +10,18 @@ import ctypes
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from protocol.errors import NodeError
+from simnet.interrupts import shielded
 from simnet.links import Step
 from simnet.processes import ProcessTable
+from simnet.tools import run_tool
 
 DIRECTORY: Final = Path("/run/netns")
-TIMEOUT_S: Final = 60.0
 _CLONE_NEWNET: Final = 0x40000000
 _NAME: Final = re.compile(r"simnet-(\d+)-(\d+)-.+")
 
@@ -35,13 +35,17 @@ def why_not() -> str:
         return f"not installed: {', '.join(missing)} (apt install iproute2 nftables util-linux)"
     if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
         return "there is no /dev/net/tun"
-    probe = f"{label()}probe"
+    with shielded():
+        return _why_not_probed(f"{label()}probe")
+
+
+def _why_not_probed(probe: str) -> str:
     try:
-        _run(["ip", "netns", "add", probe])
+        run_tool(["ip", "netns", "add", probe])
     except NodeError as error:
         return f"this system makes no network namespaces: {error.message}"
     try:
-        _run(["nsenter", f"--net={DIRECTORY / probe}", "nft", "add table ip t"])
+        run_tool(["nsenter", f"--net={DIRECTORY / probe}", "nft", "add table ip t"])
     except NodeError as error:
         return f"nftables does not work here: {error.message}"
     finally:
@@ -72,7 +76,7 @@ def sweep() -> None:
 
 def create(names: Sequence[str]) -> None:
     """Make namespaces by their whole names. Raises NodeError."""
-    _run(["ip", "-batch", "-"], "".join(f"netns add {name}\n" for name in names))
+    run_tool(["ip", "-batch", "-"], "".join(f"netns add {name}\n" for name in names))
 
 
 def delete(names: Iterator[str] | Sequence[str]) -> None:
@@ -80,7 +84,7 @@ def delete(names: Iterator[str] | Sequence[str]) -> None:
     lines = "".join(f"netns del {name}\n" for name in names)
     if lines:
         with suppress(NodeError):
-            _run(["ip", "-force", "-batch", "-"], lines)
+            run_tool(["ip", "-force", "-batch", "-"], lines)
 
 
 def perform(steps: Sequence[Step], prefix: str) -> None:
@@ -88,7 +92,7 @@ def perform(steps: Sequence[Step], prefix: str) -> None:
     for step in steps:
         lines = re.sub(r"\{([nr]\d+)\}", rf"{prefix}\1", "\n".join(step.lines)) + "\n"
         inside = ["nsenter", f"--net={DIRECTORY / (prefix + step.namespace)}"]
-        _run([*inside, step.tool, *(("-f", "-") if step.tool == "nft" else ("-batch", "-"))], lines)
+        run_tool([*inside, step.tool, *(("-f", "-") if step.tool == "nft" else ("-batch", "-"))], lines)
 
 
 def forward(prefix: str, namespace: str) -> None:
@@ -127,14 +131,3 @@ def _set_descriptor(descriptor: int) -> None:
     if libc.setns(descriptor, _CLONE_NEWNET):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-
-
-def _run(command: list[str], lines: str | None = None) -> None:
-    try:
-        done = subprocess.run(
-            command, input=lines, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NodeError(f"{command[0]} cannot be run: {error}") from error
-    if done.returncode:
-        raise NodeError(f"{' '.join(command)}: {done.stderr.strip()[:500]}")

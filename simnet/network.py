@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from protocol.errors import NodeError
+from protocol.errors import ConfigError, NodeError
 from simnet import links, netns
 from simnet.interrupts import shielded
 from simnet.proxy import Door, Plan, Sides
@@ -87,7 +87,8 @@ class NamespaceNetwork(Network):
             _end(self._tunlink)
         if self._made:
             names = [links.HUB, *{name for one in self._places.values() for name in (one.namespace, one.edge)}]
-            netns.delete([self._prefix + name for name in names])
+            with shielded():
+                netns.delete([self._prefix + name for name in names])
 
     def host(self, node: str) -> str:
         return self._places[node].address
@@ -164,7 +165,7 @@ def make_network(
     """The network that a scenario needs, as far as this machine and user can make it."""
     if not links.needs_network(scenario):
         return Network()
-    reason = "the scenario says so" if scenario.network == "proxy" else netns.why_not()
+    reason = _why_not(scenario)
     if not reason:
         return NamespaceNetwork(scenario)
     made = ProxyNetwork(scenario, ports, free_ports)
@@ -172,28 +173,48 @@ def make_network(
     return made
 
 
+def check_network(scenario: Scenario) -> tuple[str, ...]:
+    """What this machine or user leaves out of a scenario's links. Raises ConfigError where nothing would be left."""
+    if not links.needs_network(scenario):
+        return ()
+    reason = _why_not(scenario)
+    if reason and scenario.network == "namespaces":
+        raise ConfigError(
+            f"scenario {scenario.name!r} is about what only network namespaces do, and there are none here: {reason}",
+            hint='run it as root, or leave `network = "namespaces"` out of a copy of it to see the rest by proxies',
+        )
+    return tuple(_notes(scenario, reason)) if reason else ()
+
+
+def _why_not(scenario: Scenario) -> str:
+    return "the scenario says so" if scenario.network == "proxy" else netns.why_not()
+
+
 def _notes(scenario: Scenario, reason: str) -> Iterator[str]:
     yield f"links are imitated by proxies on loopback, without network namespaces: {reason}"
     plans = scenario.nodes()
-    if any(plan.link.loss for plan in plans):
-        yield "no packets are lost, which needs namespaces"
-    if any(plan.link.nat != "none" for plan in plans):
-        yield "no node lies behind a translating router, which needs namespaces"
+    losing = [plan.name for plan in plans if plan.link.loss]
+    if losing:
+        yield f"no packets are lost, which needs namespaces: {', '.join(losing)}"
+    behind = [plan.name for plan in plans if plan.link.nat != "none"]
+    if behind:
+        yield f"nobody lies behind a translating router, which needs namespaces: {', '.join(behind)}"
 
 
 def _started(module: str, line: bytes) -> subprocess.Popen[bytes]:
     """Start a helper, which ends with this process, and wait until it is ready. Raises NodeError."""
     root = str(Path(__file__).resolve().parent.parent)
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    with shielded():
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
+    process: subprocess.Popen[bytes] | None = None
     try:
+        with shielded():
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
         if process.stdin is None or process.stdout is None:
             raise NodeError(f"{module} has no pipes")
         process.stdin.write(line + b"\n")
@@ -201,7 +222,8 @@ def _started(module: str, line: bytes) -> subprocess.Popen[bytes]:
         if process.stdout.readline() != b"ready\n":
             raise NodeError(f"{module} ended as it started, with code {process.wait(END_TIMEOUT_S)}")
     except BaseException:
-        _end(process)
+        if process is not None:
+            _end(process)
         raise
     return process
 

@@ -42,7 +42,7 @@ def render_page(report: Report, recording: Recording) -> str:
         heading=escape(report.title or report.scenario),
         badge=_badge(report),
         subtitle=subtitle(report),
-        problem=f'<p class="problem">{escape(report.problem, max_chars=2000)}</p>' if report.problem else "",
+        problem=_problem(report),
         tiles=_tiles(report),
         oracles=figures.oracles(report.oracles),
         expectations=_expectations(report),
@@ -66,6 +66,13 @@ def fill_template(name: str, **parts: str) -> str:
     here = Path(__file__).parent
     style = (here / "page.css").read_text(encoding="utf-8")
     return Template((here / name).read_text(encoding="utf-8")).substitute(style=style, **parts)
+
+
+def _problem(report: Report) -> str:
+    """Why it could not go on, and what it had to do without."""
+    lines = [f'<p class="problem">{escape(report.problem, max_chars=2000)}</p>'] if report.problem else []
+    lines += [f'<p class="sub">Note: {escape(note, max_chars=2000)}.</p>' for note in report.notes]
+    return "".join(lines)
 
 
 def _badge(report: Report) -> str:

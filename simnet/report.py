@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from protocol.atomic import write_atomically
 from simnet.expectations import judge
 from simnet.gather import Contributor, EvaluationSeen, Life, NodeRecord, Outcome, Recording, as_json
 from simnet.hops import hops_of, throughput_of
@@ -32,7 +33,7 @@ def build_report(recording: Recording, evidence: Evidence | None = None) -> Repo
     first, last = _tenths(reward)
     contributors = {contributor.peer_id: contributor for contributor in trainer.contributors}
     honest = [_of(contributors, node) for node in recording.nodes if node.role == "inference" and not node.cheat]
-    cheats = [_of(contributors, node) for node in recording.nodes if node.cheat]
+    cheats = [_of(contributors, node) for node in recording.nodes if node.role == "inference" and node.cheat]
     busy_s = trainer.wait_s + trainer.train_s
     evaluations = sorted(trainer.evaluations, key=lambda one: one.step)
     report = Report(
@@ -43,6 +44,7 @@ def build_report(recording: Recording, evidence: Evidence | None = None) -> Repo
         seed=recording.seed,
         outcome=recording.outcome,
         problem=recording.problem,
+        notes=recording.notes,
         passed=False,
         started_ms=recording.started_ms,
         wall_s=_wall_s(recording),
@@ -60,6 +62,8 @@ def build_report(recording: Recording, evidence: Evidence | None = None) -> Repo
         cheats=len(cheats),
         cheats_evicted=sum(contributor.standing == "evicted" for contributor in cheats),
         cheats_accepted=sum(contributor.accepted for contributor in cheats),
+        liars_overruled=_liars_overruled(recording, evidence),
+        judges={evidence.name_of(one.peer_id): one for one in evidence.books.judges} if evidence.books else {},
         trainer_wait_fraction=trainer.wait_s / busy_s if busy_s > 0 else None,
         bytes_by_relay={node.name: _traffic(node) for node in recording.nodes if node.role == "relay"},
         weights_from_relays_only=_weights_from_relays_only(recording),
@@ -98,9 +102,9 @@ def gather_evidence(recording: Recording, out_dir: Path) -> Evidence:
 def write_report(recording: Recording, out_dir: Path) -> tuple[Report, Path]:
     """Write report.json and report.html; the report and the path of the former."""
     report = build_report(recording, gather_evidence(recording, out_dir))
-    (out_dir / "report.html").write_text(render_page(report, recording), encoding="utf-8")
+    write_atomically(out_dir / "report.html", render_page(report, recording).encode(), sync=False)
     path = out_dir / "report.json"
-    path.write_bytes(as_json(report) + b"\n")
+    write_atomically(path, as_json(report) + b"\n", sync=False)
     return report, path
 
 
@@ -176,6 +180,15 @@ def _was_unexpected(life: Life, *, evicted: bool, finished: bool) -> bool:
     if life.ended_by:  # one that leaves must do it well; at the close there is no time to ask for it
         return life.ended_by == "leave" and life.exit_code != 0
     return not evicted and not (finished and life.exit_code == 0)
+
+
+def _liars_overruled(recording: Recording, evidence: Evidence) -> bool | None:
+    """Whether the ledger tells validators that lie from others: they, and they alone, were overruled."""
+    liars = {node.peer_id for node in recording.nodes if node.role == "validator" and node.cheat}
+    judges = [one for one in evidence.books.judges if one.verdicts] if evidence.books else []
+    if not liars.intersection(one.peer_id for one in judges):
+        return None
+    return all((one.overruled > 0) == (one.peer_id in liars) for one in judges)
 
 
 def _summary(node: NodeRecord, contributor: Contributor | None) -> NodeSummary:

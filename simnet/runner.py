@@ -7,6 +7,7 @@ run stands, decide whether it is over. However it is over, every process has end
 from __future__ import annotations
 
 import logging
+import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import closing
@@ -24,6 +25,7 @@ from simnet.gather import FaultMark, Gatherer, NodeRecord, Outcome, Recording, n
 from simnet.interrupts import interruptible
 from simnet.live import View, make_view
 from simnet.memory import available_memory_mb, check_memory, fitted, needed_memory_mb
+from simnet.network import check_network
 from simnet.recipe_file import write_recipe
 from simnet.report import write_report
 from simnet.scenario import Scenario, load_scenario
@@ -31,7 +33,7 @@ from simnet.scenario_checks import check_possible
 from simnet.summary import Report
 from simnet.timeline import describe, plan_faults
 from simnet.weights import drop_weights
-from trainer.recipe import load_recipe
+from trainer.recipe import Recipe, load_recipe
 
 log = logging.getLogger(__name__)
 
@@ -57,20 +59,42 @@ def run_scenario(
     scenario, table by table; `commands` builds the nodes' command lines. The path of report.json is the last line of
     stdout. Raises ConfigError or another NodeError when the simulation cannot start.
     """
-    scenario = _load(name_or_path, overrides, short=short)
-    out = _make_out_dir(Path(out_dir))
-    write_recipe(scenario.run, out / "recipe.toml", seed=seed)
-    recipe = load_recipe(out / "recipe.toml")
-    check_possible(scenario, recipe)
-    model_directory(recipe.model.source)  # made or downloaded while nobody waits for it
     console = Console()
-    with interruptible(), Fleet(scenario, out, commands=commands or CliCommands(), seed=seed) as fleet:
-        recording = Simulation(scenario, fleet, recipe=out / "recipe.toml", seed=seed).run(
-            make_view(console, live=live)
-        )
+    try:
+        with interruptible():
+            scenario = _load(name_or_path, overrides, short=short)
+            out = _make_out_dir(Path(out_dir))
+            recording = _simulate(scenario, out, seed=seed, commands=commands, view=make_view(console, live=live))
+            report, path = write_report(recording, out)
+    except KeyboardInterrupt:
+        _say(console, f"interrupted before there was a report; what there was by then lies in {out_dir}")
+        return EXIT_INTERRUPTED
+    _say_what_held(console, report, path, problem=recording.problem)
+    if report.outcome == "interrupted":
+        return EXIT_INTERRUPTED
+    return 0 if report.passed else 1
+
+
+def _simulate(scenario: Scenario, out: Path, *, seed: int, commands: Commands | None, view: View) -> Recording:
+    """From the recipe to the last process's end."""
+    recipe = _recipe_of(scenario, out, seed=seed)
+    model_directory(recipe.model.source)  # made or downloaded while nobody waits for it
+    with Fleet(scenario, out, commands=commands or CliCommands(), seed=seed) as fleet:
+        recording = Simulation(scenario, fleet, recipe=out / "recipe.toml", seed=seed).run(view)
     if not scenario.run.keep_weights:
         drop_weights(member.data_dir for member in fleet.members.values())
-    report, path = write_report(recording, out)
+    return recording
+
+
+def _recipe_of(scenario: Scenario, directory: Path, *, seed: int) -> Recipe:
+    """Write the run's recipe into a directory. Raises ConfigError when the scenario and it cannot both be had."""
+    write_recipe(scenario.run, directory / "recipe.toml", seed=seed)
+    recipe = load_recipe(directory / "recipe.toml")
+    check_possible(scenario, recipe)
+    return recipe
+
+
+def _say_what_held(console: Console, report: Report, path: Path, *, problem: str) -> None:
     if report.outcome == "interrupted":
         _say(console, "interrupted: the expectations are judged by what there was until then")
     for expectation in report.expectations:
@@ -80,13 +104,10 @@ def run_scenario(
         _say(console, f"{judgement.outcome:14} {judgement.name}: {judgement.finding}")
     for line in _evaluations(report):
         _say(console, line)
-    if recording.problem:
-        _say(console, recording.problem)
+    if problem:
+        _say(console, problem)
     _say(console, f"report for people: {path.with_suffix('.html')}")
     _say(console, str(path))
-    if report.outcome == "interrupted":
-        return EXIT_INTERRUPTED
-    return 0 if report.passed else 1
 
 
 def _evaluations(report: Report) -> list[str]:
@@ -101,19 +122,23 @@ def _evaluations(report: Report) -> list[str]:
 def plan_scenario(name_or_path: str | Path, *, seed: int = 0, short: bool = False) -> list[str]:
     """What a scenario would do here, a line each: its nodes, its faults in the order of each node, its memory."""
     scenario = _load(name_or_path, None, short=short)
+    with tempfile.TemporaryDirectory() as directory:
+        _recipe_of(scenario, Path(directory), seed=seed)
     nodes = [
         f"{plan.name}: {plan.cheat or plan.attack or plan.role}{' (joins later)' if plan.absent else ''}"
         for plan in scenario.nodes()
     ]
     faults = list(describe(plan_faults(scenario, seed)))
     memory = f"about {needed_memory_mb(scenario)} MB of memory, of which {available_memory_mb()} MB are free"
-    return [scenario.title or scenario.name, *nodes, *(faults or ["no faults"]), memory]
+    notes = [f"note: {note}" for note in check_network(scenario)]
+    return [scenario.title or scenario.name, *nodes, *(faults or ["no faults"]), *notes, memory]
 
 
 def _load(name_or_path: str | Path, overrides: Mapping[str, Any] | None, *, short: bool) -> Scenario:
     free_mb = available_memory_mb()
     scenario = fitted(load_scenario(name_or_path, overrides, short=short), free_mb)
     check_memory(scenario, free_mb)
+    check_network(scenario)
     return scenario
 
 

@@ -172,6 +172,7 @@ class Expect(Part, frozen=True, kw_only=True):
     accepted_per_honest_at_least: Natural | None = None
     cheats_evicted: bool | None = None
     cheats_accepted: Natural | None = None
+    liars_overruled: bool | None = None
     honest_rejected: Natural | None = None
     unexpected_exits: Natural | None = None
     weights_from_relays_only: bool | None = None

@@ -15,7 +15,7 @@ from node.config import NodeConfig, resolve
 from protocol.errors import ConfigError
 from protocol.identity import Identity
 from simnet.attacks import ATTACKS
-from simnet.cheats import CHEATS
+from simnet.cheats import CHEATS, VALIDATORS
 from simnet.scenario import (
     MAX_NODES,
     Action,
@@ -78,6 +78,7 @@ def check(scenario: Scenario) -> None:
     _check_faults(scenario)
     _check_random(scenario)
     _check_order(scenario)
+    _check_moments(scenario)
     _check_expectations(scenario)
 
 
@@ -128,7 +129,7 @@ def _check_keys(part: Mapping[str, Any], known: Iterable[str], where: str) -> No
 def _check_values(part: Mapping[str, Any], where: str) -> None:
     _check_choice(part.get("role"), get_args(Role), "role", where)
     _check_choice(part.get("action"), get_args(Action), "action", where)
-    _check_choice(part.get("cheat"), CHEATS, "cheat", where)
+    _check_choice(part.get("cheat"), CHEATS | VALIDATORS, "cheat", where)
     _check_choice(part.get("attack"), ATTACKS, "attack", where)
     actions = part.get("actions")
     for action in actions if isinstance(actions, list | tuple) else ():
@@ -158,8 +159,9 @@ def _check_fleet(scenario: Scenario) -> None:
 
 
 def _check_entry(entry: FleetEntry, name: str, scenario: Scenario) -> None:
-    if entry.role != "inference" and entry.cheat:
-        raise ConfigError(f"{name}: a cheat is an inference node, not a {entry.role}")
+    if entry.cheat and entry.cheat not in {"inference": CHEATS, "validator": VALIDATORS}.get(entry.role, {}):
+        kind = "an inference node" if entry.cheat in CHEATS else "a validator"
+        raise ConfigError(f"{name}: a cheat that is {entry.cheat} is {kind}, not a {entry.role}")
     if entry.role != "inference" and entry.engine != "torch":
         raise ConfigError(f"{name}: only inference nodes choose their engine, a {entry.role} uses torch")
     if (entry.role == "hostile") != bool(entry.attack):
@@ -170,6 +172,8 @@ def _check_entry(entry: FleetEntry, name: str, scenario: Scenario) -> None:
         raise ConfigError(f"{name}: the number of {entry.role}s cannot be left to the memory")
     if entry.link is None:
         return
+    if not scenario.link:
+        raise ConfigError(f"{name}: unknown link {entry.link[:80]!r}", hint=f"add a table [link.{entry.link[:80]}]")
     _check_choice(entry.link, scenario.link, "link", name)
     if scenario.link[entry.link].nat != "none" and entry.role in ("trainer", "relay", "hostile"):
         raise ConfigError(f"{name}: others dial a {entry.role}, which they cannot behind a translating router")
@@ -245,11 +249,27 @@ def _check_order(scenario: Scenario) -> None:
         states[fault.node][effect.on] = now if fault.for_s is not None else effect.after
 
 
+def _check_moments(scenario: Scenario) -> None:
+    """Refuse what would only happen after the simulation has ended."""
+    until, name = scenario.until, scenario.name
+    moments = [(f"{one.node} is to {one.action}", one.at_s, one.at_step) for one in plan_faults(scenario, seed=0)]
+    moments += [
+        (f"[[random]] number {at} is to end", one.to_s, one.to_step) for at, one in enumerate(scenario.random, 1)
+    ]
+    for what, at_s, at_step in moments:
+        if at_s is not None and at_s > until.timeout_s:
+            raise ConfigError(f"scenario {name!r}: {what} at {at_s:g} s, but [until] timeout_s is {until.timeout_s:g}")
+        if None not in (at_step, until.step) and at_step > until.step:  # type: ignore[operator]
+            raise ConfigError(f"scenario {name!r}: {what} at step {at_step}, but [until] step is {until.step}")
+
+
 def _check_expectations(scenario: Scenario) -> None:
     expect, nodes = scenario.expect, scenario.nodes()
+    lying = {node.role for node in nodes if node.cheat}
     honest = any(node.role == "inference" and node.cheat is None for node in nodes)
     impossible = {
-        "cheats_evicted": expect.cheats_evicted is True and not any(node.cheat for node in nodes) and "has no cheat",
+        "cheats_evicted": expect.cheats_evicted is True and "inference" not in lying and "has no cheat",
+        "liars_overruled": expect.liars_overruled is True and "validator" not in lying and "has no validator that lies",
         "accepted_per_honest_at_least": expect.accepted_per_honest_at_least and not honest and "has no honest one",
         "steps_at_least": expect.steps_at_least and not honest and "has no honest contributor to train on",
         "accepted_at_least": expect.accepted_at_least and not honest and "has no honest contributor",

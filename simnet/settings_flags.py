@@ -1,10 +1,10 @@
-"""The settings of an inference node as flags of commands of simnet that start one with something replaced."""
+"""The settings of a node as flags of commands of simnet that start one with something replaced."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from node.config import NodeConfig, describe, resolve
 
@@ -21,11 +21,11 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(_flag(name), dest=name, action=action, default=None, help=describe(name))
 
 
-def take_settings(given: dict[str, Any]) -> NodeConfig:
-    """The settings of an inference node from what such a parser found, which may hold nothing else. ConfigError."""
+def take_settings(given: dict[str, Any], role: Literal["inference", "validator"] = "inference") -> NodeConfig:
+    """A node's settings from what such a parser found, which may hold nothing else. Raises ConfigError."""
     file = given.pop("config")
     settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return resolve({**settings, "role": "inference"}, file=file).config
+    return resolve({**settings, "role": role}, file=file).config
 
 
 def _flag(name: str) -> str:

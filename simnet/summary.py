@@ -9,6 +9,7 @@ from msgspec import Struct
 from simnet.gather import EvaluationSeen, FaultMark, Outcome
 from simnet.hops import Hop, Throughput
 from simnet.oracles import Judgement
+from simnet.oracles.books import Judge
 from simnet.waits import Wait
 
 FORMAT: Final = 2
@@ -114,6 +115,12 @@ class Report(Struct):
     waits: list[Wait]
     machine_late_p99_ms: int | None
     """How late this machine woke up a thread that only sleeps."""
+    notes: list[str] = []
+    """What this machine or user could not do of what the scenario asks, and what was done instead."""
+    judges: dict[str, Judge] = {}
+    """Validators by name: their votes in the ledger."""
+    liars_overruled: bool | None = None
+    """Whether votes of all validators that lie, and of no others, were overruled; nothing where none counted."""
 
     @property
     def failed_oracles(self) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from protocol.identity import Identity, PeerId
+from trainer.recipe import RECIPES_DIR
 
 ROOT = Path(__file__).parents[1]
 ALICE = str(Identity.from_phrase("alice").peer_id)
@@ -163,6 +165,16 @@ def test_create_and_show_a_run(cli, tmp_path):
     assert shown["trainer"] == operator
     assert len(shown["run_id"]) == 64
     assert f"run = {operator}/first" in cli("run", "show", "--data-dir", tmp_path / "t").stdout
+
+
+def test_a_run_that_new_keys_enter_for_nothing_is_made_with_a_warning(cli, tmp_path):
+    free = tmp_path / "free.toml"
+    free.write_text(re.sub(r"(?m)^work_bits = .*$", "work_bits = 0", (RECIPES_DIR / "demo.toml").read_text()))
+    made = cli("run", "create", "--recipe", free, "--data-dir", tmp_path / "t", "--validator", BOB)
+    assert made.returncode == 0, made.stderr
+    assert "admission.work_bits = 0: a new key costs nothing" in made.stderr
+    assert "Leave work_bits out (it is 8 then" in made.stderr
+    assert "admission" not in made.stdout
 
 
 def test_a_run_without_a_validator_makes_nothing(cli, tmp_path):

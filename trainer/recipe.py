@@ -40,6 +40,9 @@ ASSETS_DIR: Final = Path(__file__).parent / "assets"
 MAX_RECIPE_BYTES: Final = 1 << 14
 """The TOML parser's time rises with the square of the nesting; this much is parsed in a second or two at worst."""
 
+OPEN_WORK_BITS: Final = 8
+"""256 tries on average: some ten seconds of one core of a laptop, once for each new key."""
+
 PositiveFloat = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(ge=0, lt=1)]
 Format = Literal["float32", "bfloat16"]
@@ -88,12 +91,20 @@ class AdmissionChoice(Section, frozen=True):
     """`invite`: with a file of `intellect-node invite create`, each good for one key."""
     allowed: Annotated[tuple[str, ...], Meta(max_length=32)] = ()
     """With `allow-list`: peer ids."""
-    work_bits: Annotated[int, Meta(ge=0, le=32)] = 0
-    """A new key proves work of 2 to this power tries on average, of about 40 ms on one core of a laptop; 0: none."""
+    work_bits: Annotated[int, Meta(ge=0, le=32)] | None = None
+    """A new key proves work of 2 to this power tries on average, of about 40 ms on one core of a laptop; 0: none.
+    Unless given OPEN_WORK_BITS in an `open` run, and 0 in others, where not everybody may come."""
 
     def __post_init__(self) -> None:
         if (self.kind == "allow-list") != bool(self.allowed):
             raise ValueError('`allowed` names peer ids with kind = "allow-list", and only then')
+
+    @property
+    def asked_bits(self) -> int:
+        """`work_bits`, or what it is unless given."""
+        if self.work_bits is not None:
+            return self.work_bits
+        return OPEN_WORK_BITS if self.kind == "open" else 0
 
 
 class CreditChoice(Section, frozen=True):

@@ -89,15 +89,16 @@ class Entrance:
     # The proof of work.
 
     async def _proof(self) -> bytes:
-        search = self._remembered()
+        search, bits = self._remembered(), self._spec.work_bits
         if search.nonce:
             return search.nonce
+        log.info("proof of work begins bits=%d tries_on_average=%d", bits, expected_tries(bits))
         try:
             search.nonce = await trio.to_thread.run_sync(self._find, search, abandon_on_cancel=True)
         finally:
             self._stopped.set()
         self._save(search)
-        log.info("proof of work found tries=%d bits=%d", search.tries + 1, self._spec.work_bits)
+        log.info("proof of work found tries=%d bits=%d", search.tries + 1, bits)
         return search.nonce
 
     def _find(self, search: _Search) -> bytes:

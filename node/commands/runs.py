@@ -41,6 +41,7 @@ def create_run(
         return _show_plan(recipe, as_json=as_json)
     from node.run_create import require_validators
     from node.run_make import RunOrder, make_run
+    from node.run_membership import admission_warning
     from protocol.identity import PeerId
 
     peers = bootstrap or []
@@ -55,6 +56,8 @@ def create_run(
         environ=os.environ,
     )
     address = str(made.run.address)
+    if warning := admission_warning(made.run.manifest.record.admission):
+        say(warning)
     say(_what_follows(made.home, address, peers))
     shown = {"run": address, "run_id": made.run.manifest.id.hex(), "data_dir": str(made.home)}
     shown |= {"join": join_line(address, peers)} if peers else {}

@@ -154,8 +154,14 @@ class Outbox:
         return self._db.row("SELECT 1 FROM submissions WHERE step = ? AND state = 'refused'", step) is not None
 
     def judged(self, verdict: Signed[Verdict]) -> bool:
-        """Take in a verdict; whether it changed what became of a submission of ours. All of them are kept."""
+        """Take in a verdict; whether it changed what became of a submission of ours.
+
+        Of each validator the latest is kept: its decision, however late its earlier `undecided` comes by another relay.
+        """
         key, validator = verdict.record.submission, verdict.author.public_key
+        before = [one for one in self.verdicts(key) if one.author == verdict.author]
+        if verdict.record.outcome == "undecided" and any(one.record.outcome != "undecided" for one in before):
+            return False
         self._db.change(
             "INSERT OR REPLACE INTO verdicts SELECT ?, ?, ? FROM submissions WHERE id = ?",
             *(key, validator, verdict.data, key),

@@ -7,6 +7,7 @@ step's batch in the trainer's envelope, is checked and kept in the outbox beside
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
@@ -82,6 +83,12 @@ def appeals_text(appeals: Sequence[AppealRow]) -> str:
         "open": "is in the ledger and waits for another validator",
         "granted": "was granted",
         "refused": "was refused",
-        "undecided": "ended without a decision, and may be filed once more",
+        "undecided": "ended without a decision",
     }
-    return "; ".join(f"about {row.submission.hex()[:12]}: {said[row.state]}" for row in appeals)
+    filed = Counter(row.submission for row in appeals)
+
+    def text(row: AppealRow) -> str:
+        once_more = ", and may be filed once more" if row.state == "undecided" and filed[row.submission] == 1 else ""
+        return f"about {row.submission.hex()[:12]}: {said[row.state]}{once_more}"
+
+    return "; ".join(map(text, appeals))

@@ -14,44 +14,20 @@ from typing import Any, Final
 
 import msgspec
 
+from node.ledger.blame import Breach, Breaches, Holes, refused
 from node.ledger.books import Books
-from node.ledger.duties import Duties
+from node.ledger.duties import left
 from node.ledger.rows import leaderboard, run_row
 from node.ledger.signatures import Checked, Fault, fault_kind
 from protocol.draw import beacon_of, check_rate, is_drawn
 from protocol.envelope import Signed, id_of, open_envelope
 from protocol.errors import ProtocolError
 from protocol.identity import PeerId
-from protocol.ledger import LedgerMemory, LedgerState
+from protocol.ledger import LedgerMemory, LedgerState, LedgerSubmission
 from protocol.records import Batch, CheckpointManifest, Eviction, Head, Manifest, Reinstatement, Trained, Verdict
 from protocol.run import RunAddress
 
-MAX_BREACHES: Final = 1000
-"""Shown; all are counted."""
-MAX_TEXT_CHARS: Final = 500
 _HEADS: Final = 256
-
-
-class Breach(msgspec.Struct, frozen=True):
-    """Something that should not be: at which entry, what kind, by whom, and in words."""
-
-    kind: str
-    who: str
-    what: str
-    entry: int | None = None
-
-
-class Breaches:
-    """All that was found, counted by kind; the first ones in words."""
-
-    def __init__(self) -> None:
-        self.found: list[Breach] = []
-        self.counts: Counter[str] = Counter()
-
-    def add(self, kind: str, who: PeerId | None, what: str, *, entry: int | None = None) -> None:
-        self.counts[kind] += 1
-        if len(self.found) < MAX_BREACHES:
-            self.found.append(Breach(kind, str(who) if who else "", what[:MAX_TEXT_CHARS], entry))
 
 
 class ValidatorRow(msgspec.Struct):
@@ -64,6 +40,12 @@ class ValidatorRow(msgspec.Struct):
     hard: int = 0
     in_full: int = 0
     """Verdicts with the costly checks made, or due."""
+    overruled: int = 0
+    """Accepts and rejects of what was settled the other way, by a quorum or on appeal."""
+
+    @property
+    def verdicts(self) -> int:
+        return self.accept + self.reject + self.undecided
 
 
 class Report(msgspec.Struct, kw_only=True):
@@ -81,6 +63,8 @@ class Report(msgspec.Struct, kw_only=True):
     """How many are open, granted, refused."""
     breaches: list[Breach]
     breaches_by_kind: dict[str, int]
+    following: dict[str, int]
+    """By kind: what may only follow from those, and is nobody's."""
     notes: list[str]
     seconds: float = 0.0
     rechecked: list[dict[str, Any]] = []
@@ -104,8 +88,8 @@ class Audit:
         self._validators = {peer: ValidatorRow(str(peer)) for peer in manifest.record.validator_ids}
         self._books = Books(self.state, self._complain)
         self._lineage = _Lineage(self.state, self.breaches)
-        self._beacons = _Beacons(self.state, self.breaches, self._lineage)
-        self._duties = Duties(self.state)
+        self._holes = Holes(self.state)
+        self._beacons = _Beacons(self.state, self.breaches, self._lineage, self._holes)
         self._notes: list[str] = []
 
     def take(self, checked: Checked) -> None:
@@ -114,14 +98,15 @@ class Audit:
         if fault is not None:
             self._blame(fault, entry, number)
         if entry is None or (fault is not None and not _costs_nothing(entry, fault)):
+            self._holes.add(None if fault is not None and fault.hides_entry else entry, number)
             return self.state.pass_over(id_of(checked.data))
         try:
             self.state.take(entry)
         except ProtocolError as error:
-            self.breaches.add(fault_kind(error), entry.author, error.message, entry=number)
+            refused(self.breaches, self._holes, entry, fault_kind(error), error.message, number=number)
             return self.state.pass_over(entry.id)
         self._kinds[entry.record.KIND] += 1
-        self._note(entry, number)
+        self._note(entry, number, is_proved=fault is None)
 
     def finish(
         self, *, heads: Iterable[Signed[Head]] = (), checkpoints: Iterable[Signed[CheckpointManifest]] = ()
@@ -132,8 +117,11 @@ class Audit:
             self._beacons.see(head, None)
         for checkpoint in checkpoints:
             self._lineage.held(checkpoint)
+        self._lineage.close()
+        self._beacons.close()
         self._books.close()
         self._close_duties(over=any(self._ends(head) for head in heads))
+        self.breaches.close(self._beacons.confirmed)
 
     def report(self, notes: Sequence[str] = ()) -> Report:
         record = self.manifest.record
@@ -143,28 +131,34 @@ class Audit:
             quorum=record.quorum,
             entries=dict(self._kinds),
             contributors=leaderboard(self.state),
-            validators=list(self._validators.values()),
+            validators=self.validators,
             forfeited=self._books.forfeited,
             appeals=dict(Counter(case.state for case in self.state.appeals.values())),
             breaches=self.breaches.found,
             breaches_by_kind=dict(self.breaches.counts),
+            following=dict(self.breaches.following),
             notes=[*notes, *self._notes],
         )
 
-    def _note(self, entry: Signed[Any], number: int) -> None:
+    @property
+    def validators(self) -> list[ValidatorRow]:
+        """What each validator of the run said, in the manifest's order."""
+        return list(self._validators.values())
+
+    def _note(self, entry: Signed[Any], number: int, *, is_proved: bool) -> None:
+        """`is_proved`: the signatures in its evidence hold, too, so that what they sign is their authors' word."""
         match entry.record:
             case Verdict():
                 self._count(entry)
                 self._books.verdict(entry, number)
-                self._beacons.verdict(entry, number)
-                self._duties.verdict(entry, number)
+                if is_proved:
+                    self._beacons.verdict(entry, number)
             case Batch():
                 self._lineage.batch(entry.record, number)
             case Trained():
                 self._lineage.trained(entry.record, number)
             case Eviction():
                 self._books.eviction(entry.record)
-                self._duties.eviction(entry.record)
             case Reinstatement():
                 self._books.reinstatement(entry.record)
 
@@ -177,9 +171,11 @@ class Audit:
 
     def _close_duties(self, *, over: bool) -> None:
         trainer = self.state.manifest.trainer_id
-        for duty in self._duties.left(over=over):
+        for duty in left(self.state, over=over):
             if duty.overdue:
-                self.breaches.add(duty.kind, trainer, duty.what, entry=duty.entry)
+                follows = self._holes.about(duty.contributor)
+                until = self.state.length
+                self.breaches.add(duty.kind, trainer, duty.what, entry=duty.entry, until=until, follows=follows)
             else:
                 self._notes.append(f"{duty.kind}: {duty.what} yet, since entry {duty.entry}")
 
@@ -199,57 +195,103 @@ class Audit:
         setattr(row, entry.record.outcome, getattr(row, entry.record.outcome) + 1)
         row.hard += entry.record.outcome == "reject" and entry.record.hard
         row.in_full += entry.record.draw.drawn
+        one = self.state.submissions[entry.record.submission]
+        if one.settled_at == self.state.length:
+            self._overrule(one)
+
+    def _overrule(self, one: LedgerSubmission) -> None:
+        """With this entry it is settled: who had said the opposite? A granted appeal settles it a second time."""
+        for peer, said in one.verdicts.items():
+            record = said.record
+            if record.outcome == ("reject" if one.state == "accepted" else "accept"):
+                self._validators[peer].overruled += 1
+            elif one.appeal and record.outcome == "accept" and not record.appeal:
+                self._validators[peer].overruled -= 1
 
 
 class _Lineage:
-    """Which checkpoint is which step's: by the trainer's entries, by its heads, and by accepted work."""
+    """Which checkpoint is which step's: by the trainer's entries and heads, and by the work that it trained on.
+
+    The trainer's word counts; what others name is held against it when it comes.
+    """
 
     def __init__(self, state: LedgerState, breaches: Breaches) -> None:
         self._state = state
         self._breaches = breaches
         self._known: dict[int, bytes] = {}
+        self._claimed: dict[int, list[tuple[bytes, PeerId, str, int]]] = {}
+        """By step of which the trainer has named none: what work named, each checkpoint once."""
 
     def batch(self, batch: Batch, number: int) -> None:
         for key in batch.submissions:
-            one = self._state.submissions[key]
+            record = self._state.submissions[key].record
+            known = self._known.get(record.checkpoint_step)
+            if known == record.checkpoint:
+                continue
             what = f"submission {key.hex()[:12]}, which step {batch.step} trains on, names another policy"
-            self.name(one.record.checkpoint_step, one.record.checkpoint, one.author, what, entry=number)
+            claim = (record.checkpoint, self._state.submissions[key].author, what, number)
+            if known is not None:
+                self._differs(known, *claim)
+                continue
+            claims = self._claimed.setdefault(record.checkpoint_step, [])
+            if all(record.checkpoint != named for named, *_ in claims):
+                claims.append(claim)
 
     def trained(self, record: Trained, number: int) -> None:
         what = f"step {record.step} gave checkpoint {record.checkpoint.hex()[:12]}"
-        self.name(record.step + 1, record.checkpoint, self._state.manifest.trainer_id, what, entry=number)
+        self.named(record.step + 1, record.checkpoint, what, entry=number)
 
     def held(self, checkpoint: Signed[CheckpointManifest]) -> None:
         """A checkpoint's manifest that is at hand."""
-        trainer = self._state.manifest.trainer_id
         what = f"the manifest of checkpoint {checkpoint.record.step} at hand is another one"
-        if checkpoint.author != trainer:
+        if checkpoint.author != self._state.manifest.trainer_id:
             self._breaches.add("lineage", checkpoint.author, f"{what}, and not signed by the trainer")
         else:
-            self.name(checkpoint.record.step, checkpoint.id, trainer, what)
+            self.named(checkpoint.record.step, checkpoint.id, what)
 
-    def name(self, step: int, checkpoint: bytes, who: PeerId, what: str, *, entry: int | None = None) -> None:
-        """Somebody says which checkpoint is a step's."""
+    def named(self, step: int, checkpoint: bytes, what: str, *, entry: int | None = None) -> None:
+        """The trainer has signed which checkpoint is a step's."""
         known = self._known.setdefault(step, checkpoint)
         if known != checkpoint:
-            self._breaches.add("lineage", who, f"{what}: {checkpoint.hex()[:12]}, not {known.hex()[:12]}", entry=entry)
+            self._differs(known, checkpoint, self._state.manifest.trainer_id, what, entry)
+        for claim in self._claimed.pop(step, ()):
+            if claim[0] != known:
+                self._differs(known, *claim)
+
+    def close(self) -> None:
+        """Two policies of a step of which the trainer has named none: nobody knows which is right."""
+        for step, claims in self._claimed.items():
+            for named, _, what, number in claims[1:]:
+                what = f"{what}: {named.hex()[:12]}, where another names {claims[0][0].hex()[:12]} for step {step}"
+                self._breaches.add("lineage", None, what, entry=number)
+
+    def _differs(self, known: bytes, named: bytes, who: PeerId, what: str, entry: int | None) -> None:
+        self._breaches.add("lineage", who, f"{what}: {named.hex()[:12]}, not {known.hex()[:12]}", entry=entry)
 
 
 class _Beacons:
     """Heads that the trainer signed: what they say of the ledger and of checkpoints must be so."""
 
-    def __init__(self, state: LedgerState, breaches: Breaches, lineage: _Lineage) -> None:
+    def __init__(self, state: LedgerState, breaches: Breaches, lineage: _Lineage, holes: Holes) -> None:
         self._state = state
         self._breaches = breaches
         self._lineage = lineage
+        self._holes = holes
         self._seen = lru_cache(maxsize=_HEADS)(self._see_once)
+        self.confirmed = 0
+        """The first so many entries are those that the trainer signed: the longest that a head of its agrees with."""
+        self._others: tuple[int, int, int | None] | None = None
+        """Of the shortest head that does not agree: its ledger's length, its number, and near which entry it was."""
 
     def verdict(self, entry: Signed[Verdict], number: int) -> None:
         """Draws that excuse from the costly checks were proved by the rules; here are those that ask for them."""
         draw = entry.record.draw
         head = self._seen(draw.beacon, number - number % _HEADS) if draw.beacon else None
+        if head is not None and not self._is_ours(head):
+            what = "the head in a verdict's draw is of another trainer or run"
+            return self._breaches.add("evidence", entry.author, what, entry=number)
         if head is None or not draw.drawn:
-            return
+            return None
         contributor = PeerId(entry.record.contributor)
         length = min(head.record.ledger_length, self._state.length)
         rate = check_rate(self._state.record(contributor, length), self._state.manifest.checks)
@@ -257,7 +299,9 @@ class _Beacons:
             what = (
                 f"drawn at a rate of {draw.rate:.4g}, it says; the ledger gives {rate:.4g}, and its beacon no such draw"
             )
-            self._breaches.add("draw", entry.author, what, entry=number)
+            follows = self._holes.about(contributor)
+            self._breaches.add("draw", entry.author, what, entry=number, until=number + 1, follows=follows)
+        return None
 
     def _see_once(self, data: bytes, near: int) -> Signed[Head] | None:
         try:
@@ -267,29 +311,41 @@ class _Beacons:
         self.see(head, near)
         return head
 
+    def _is_ours(self, head: Signed[Head]) -> bool:
+        return head.author == self._state.manifest.trainer_id and head.record.run_id == self._state.run_id
+
     def see(self, head: Signed[Head], near: int | None) -> None:
-        """A head of the run, from about entry `near` or from elsewhere."""
-        record, trainer = head.record, self._state.manifest.trainer_id
-        if head.author != trainer or record.run_id != self._state.run_id:
-            self._breaches.add("evidence", head.author, "a head of another trainer or run", entry=near)
+        """A head from about entry `near` or from elsewhere; it tells of this run if the trainer has signed it."""
+        record = head.record
+        if not self._is_ours(head):
             return
         tip = self._state.tip_at(record.ledger_length)
-        if tip is None and near is None:
+        if tip == record.ledger_tip:
+            self.confirmed = max(self.confirmed, record.ledger_length)
+        elif tip is not None:
+            other = (record.ledger_length, record.sequence, near)
+            self._others = other if self._others is None else min(self._others, other, key=lambda one: one[0])
+        elif near is None:
             what = (
                 f"head {record.sequence} speaks of {record.ledger_length} entries; there are {self._state.length}: the "
                 "rest was left out, or this copy is damaged"
             )
             self._breaches.add("truncated", None, what)
-        elif tip not in (None, record.ledger_tip):
-            what = f"head {record.sequence} names another ledger of {record.ledger_length} entries than this one"
-            self._breaches.add("fork", trainer, what, entry=near)
-        self._lineage.name(
-            record.checkpoint_step,
-            record.checkpoint,
-            trainer,
-            f"head {record.sequence} names another policy",
-            entry=near,
-        )
+        what = f"head {record.sequence} names another policy"
+        self._lineage.named(record.checkpoint_step, record.checkpoint, what, entry=near)
+
+    def close(self) -> None:
+        """A head that contradicts this copy convicts the trainer only if it signed this copy as well, as far or
+        further; otherwise whoever kept the copy may have changed it."""
+        if self._others is None:
+            return
+        length, sequence, near = self._others
+        what = f"head {sequence} names another ledger of {length} entries than this one"
+        if length <= self.confirmed:
+            what = f"{what}, of which the trainer has signed {self.confirmed}"
+            self._breaches.add("fork", self._state.manifest.trainer_id, what, entry=near)
+        else:
+            self._breaches.add("chain", None, f"{what}: this copy was changed, or the trainer has two", entry=near)
 
 
 def _costs_nothing(entry: Signed[Any], fault: Fault) -> bool:

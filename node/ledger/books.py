@@ -25,12 +25,15 @@ _STATES: Final = ("", "accepted", "rejected")
 class _Account:
     """Lots of one contributor, by the trained steps at which each matures."""
 
+    mature: int = 0
+    """Lots whose time had come when this was last looked at; nothing takes them any more."""
     held: Counter[int] = field(default_factory=Counter)
     taken: Counter[int] = field(default_factory=Counter)
     evicted: bool = False
 
-    def mature(self, trained: int) -> int:
-        return sum(amount for due, amount in self.held.items() if due <= trained)
+    def ripen(self, trained: int) -> None:
+        for due in [due for due in self.held if due <= trained]:
+            self.mature += self.held.pop(due)
 
 
 class Books:
@@ -88,7 +91,8 @@ class Books:
         return "accepted" if granted else before
 
     def _pay(self, peer: PeerId, amount: int) -> None:
-        account = self._accounts.setdefault(peer, _Account())
+        account = self._accounts.get(peer) or self._accounts.setdefault(peer, _Account())
+        account.ripen(self._trained())
         due = len(self._state.trained) + self._state.manifest.credits.maturity_steps
         self._earned += amount
         (account.taken if account.evicted else account.held)[due] += amount
@@ -97,8 +101,9 @@ class Books:
         """What is not mature is taken."""
         account = self._accounts.setdefault(PeerId(record.contributor), _Account())
         account.evicted = True
-        for due in [due for due in account.held if due > self._trained()]:
-            account.taken[due] += account.held.pop(due)
+        account.ripen(self._trained())
+        account.taken.update(account.held)
+        account.held.clear()
 
     def reinstatement(self, record: Reinstatement) -> None:
         """And given back."""
@@ -112,8 +117,8 @@ class Books:
         agrees = True
         for peer, one in self._state.contributors.items():
             account = self._accounts.get(peer, _Account())
-            mature = account.mature(self._trained())
-            mine = (mature, account.held.total() - mature, account.taken.total())
+            account.ripen(self._trained())
+            mine = (account.mature, account.held.total(), account.taken.total())
             theirs = (one.balance.mature, one.balance.maturing, one.balance.forfeited)
             if theirs != mine:
                 agrees = False

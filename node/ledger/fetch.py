@@ -17,6 +17,7 @@ from typing import Any, Final
 import trio
 
 from node.dht_show import joined
+from node.ledger.forked import look_for_forks
 from node.ledger.log import require_signatures
 from node.ledger.material import CHECKPOINTS, LEDGER, MANIFEST
 from node.ledger.pull import pull
@@ -68,19 +69,7 @@ def fetch_ledger(
             nursery.cancel_scope.cancel()
         return {}
 
-    try:
-        joined(data_dir, run, bootstrap, ask, timeout_s=timeout_s)
-    except BaseExceptionGroup as group:
-        raise _named(group) from group
-
-
-def _named(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error of nurseries where all have names."""
-    named, rest = group.split(NodeError)
-    first: BaseException | None = named
-    while isinstance(first, BaseExceptionGroup):
-        first = first.exceptions[0]
-    return group if rest is not None or first is None else first
+    joined(data_dir, run, bootstrap, ask, timeout_s=timeout_s)
 
 
 def _swarm(node: P2PNode, address: RunAddress, http: HttpClient) -> Swarm:
@@ -106,6 +95,7 @@ async def fetch_records(swarm: Swarm, out: Path, say: Say) -> None:
     say(f"fetching {head.record.ledger_length} entries of the ledger")
     await _fetch_entries(swarm, out, head)
     write_atomically(out / HEAD_FILE, head.data)
+    await look_for_forks(swarm, out, out / LEDGER, head)
     say("fetching the manifests of the newest checkpoints")
     for checkpoint in _newest_checkpoints(out):
         await _fetch_checkpoint(swarm, checkpoint, out)

@@ -15,12 +15,14 @@ from typing import Final, TypeVar
 
 from node.held import SWARM_CACHE
 from node.ledger.segments import PREFIX
+from node.ledger.witness import DIRECTORY as FORKS
 from node.ledger.witness import HEAD_FILE
 from node.run_show import load_run
 from node.swarm import remembered_manifest
 from p2p.shardcast.entries import MANIFEST as CHECKPOINT_MANIFEST
 from protocol.envelope import Record, Signed, open_envelope
 from protocol.errors import ConfigError, DataDirError, ProtocolError
+from protocol.forks import MAX_PROOF_BYTES, Fork, open_proof
 from protocol.records import CheckpointManifest, Head, Manifest
 from protocol.run import RunAddress
 
@@ -41,6 +43,8 @@ class Material:
     directory: Path
     manifest: Signed[Manifest]
     heads: tuple[Signed[Head], ...]
+    proofs: Path | None = None
+    """Where proofs of forks lie, if not in the directory's own place for them."""
 
     @property
     def ledger(self) -> Path:
@@ -56,6 +60,17 @@ class Material:
             found = _opened(path / CHECKPOINT_MANIFEST if path.is_dir() else path, CheckpointManifest)
             if found is not None and found.record.run_id == self.manifest.id:
                 yield found
+
+    def forks(self) -> Iterator[tuple[Path, Fork]]:
+        """Proofs that its trainer has signed two ledgers: a node's, or those found while fetching."""
+        for path in sorted((self.proofs or self.directory / FORKS).glob("fork-*")):
+            try:
+                with path.open("rb") as file:
+                    fork = open_proof(file.read(MAX_PROOF_BYTES + 1))
+            except (OSError, ProtocolError):
+                continue  # half written, or no proof
+            if fork.manifest.id == self.manifest.id:
+                yield path, fork
 
     def files(self) -> Iterator[tuple[bytes, Path]]:
         """Submissions whose rollout files are at hand."""

@@ -6,6 +6,7 @@ synced. Objects may be changed while they are among the newest: they are written
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections import OrderedDict
 from collections.abc import Callable, ItemsView, Iterator, MutableMapping
@@ -17,12 +18,15 @@ import msgspec
 
 from protocol.envelope import Signed
 from protocol.identity import PeerId
-from protocol.ledger_memory import LedgerMemory, LedgerSubmission, SubmissionState
+from protocol.ledger_memory import TIP_BYTES, LedgerMemory, LedgerSubmission, SubmissionState
 from protocol.records import Batch, Submission, Trained, Verdict
 
 HOT: Final = 2048
 """Objects in memory; more than one entry of the ledger ever changes after it looked at them."""
 COLD_AT_ONCE: Final = 512
+HOT_STEPS: Final = 64
+"""The same for batches, each of which names many submissions, and for trained steps."""
+TIPS_AT_ONCE: Final = 2048
 CACHE_KIB: Final = 4 << 10
 
 K = TypeVar("K")
@@ -38,8 +42,10 @@ class Scratch:
             "PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; PRAGMA locking_mode=EXCLUSIVE;"
             f"PRAGMA cache_size=-{CACHE_KIB};"
         )
+        self._tips = ScratchTips(directory / "tips")
 
     def close(self) -> None:
+        self._tips.close()
         self.db.close()
 
     def ledger_memory(self) -> LedgerMemory:
@@ -50,16 +56,31 @@ class Scratch:
                 self, "submissions", _encode_submission, _decode_submission
             ),
             files=ScratchSet(self, "files"),
-            committed=ScratchMap[int, Batch](self, "batches", encode, msgspec.msgpack.Decoder(Batch).decode),
-            trained=ScratchMap[int, Trained](self, "trained", encode, msgspec.msgpack.Decoder(Trained).decode),
+            committed=ScratchMap[int, Batch](
+                self, "batches", encode, msgspec.msgpack.Decoder(Batch).decode, hot=HOT_STEPS
+            ),
+            trained=ScratchMap[int, Trained](
+                self, "trained", encode, msgspec.msgpack.Decoder(Trained).decode, hot=HOT_STEPS
+            ),
+            tips=self._tips,
         )
 
 
 class ScratchMap(MutableMapping[K, V], Generic[K, V]):
     """A dict of which only the last objects that were looked at are in memory."""
 
-    def __init__(self, scratch: Scratch, name: str, encode: Callable[[V], bytes], decode: Callable[[bytes], V]) -> None:
+    def __init__(
+        self,
+        scratch: Scratch,
+        name: str,
+        encode: Callable[[V], bytes],
+        decode: Callable[[bytes], V],
+        *,
+        hot: int | None = None,
+    ) -> None:
+        """At most `hot` objects stay in memory, HOT unless given."""
         self._db = scratch.db
+        self._most = HOT if hot is None else hot
         self._name = name
         self._encode = encode
         self._decode = decode
@@ -121,8 +142,8 @@ class ScratchMap(MutableMapping[K, V], Generic[K, V]):
     def _heat(self, key: K, value: V) -> None:
         self._hot[key] = value
         self._hot.move_to_end(key)
-        if len(self._hot) > HOT:
-            self._cool(COLD_AT_ONCE)
+        if len(self._hot) > self._most:
+            self._cool(min(COLD_AT_ONCE, self._most))
 
     def _cool(self, count: int) -> None:
         cold = list(islice(self._hot, count))
@@ -175,6 +196,32 @@ class ScratchSet:
             )
             self._db.execute("COMMIT")
             self._hot.clear()
+
+
+class ScratchTips:
+    """The chain's tips, one after the other in a file of their own."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("x+b", buffering=0)
+        self._written = 0
+        self._new = bytearray()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def add(self, tip: bytes, /) -> None:
+        self._new += tip
+        if len(self._new) >= TIPS_AT_ONCE * TIP_BYTES:
+            self._file.write(self._new)
+            self._written += len(self._new)
+            self._new.clear()
+
+    def __getitem__(self, length: int, /) -> bytes:
+        start = length * TIP_BYTES
+        if start >= self._written:
+            start -= self._written
+            return bytes(self._new[start : start + TIP_BYTES])
+        return os.pread(self._file.fileno(), TIP_BYTES, start)
 
 
 class _Kept(msgspec.Struct, array_like=True):

@@ -10,20 +10,23 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from node.ledger.audit import Breach, Report
+from node.ledger.audit import Report, ValidatorRow
+from node.ledger.blame import Breach
 from node.ledger.inspect import audit_material, replayed
 from node.ledger.material import CHECKPOINTS, LEDGER, MANIFEST, Material, find_material, has_ledger
 from node.ledger.rows import CONTRIBUTOR_COLUMNS, SUBMISSION_COLUMNS, as_csv, flat, leaderboard, run_row, submissions_of
 from node.ledger.segments import SegmentWriter, read_segments
 from node.ledger.tables import print_contributors, print_kept, print_submissions
+from node.ledger.witness import DIRECTORY as FORKS
 from node.ledger.witness import HEAD_FILE
 from node.logs import printable
 from node.receipts import summary
@@ -56,12 +59,17 @@ class Where:
         """Whether a ledger lies in the data directory, or is named by a directory of its own."""
         return self.given is not None or has_ledger(self.data_dir)
 
+    @property
+    def is_fetched(self) -> bool:
+        """Whether it comes from relays."""
+        return self.given is None and (bool(self.bootstrap) or self.run is not None or not has_ledger(self.data_dir))
+
     @contextmanager
     def material(self, say: Say) -> Iterator[Material]:
         """Raises NodeError where there is none. What was fetched lasts as long as the block."""
         if self.given is not None:
             yield find_material(self.given, self.run)
-        elif not self.bootstrap and self.run is None and has_ledger(self.data_dir):
+        elif not self.is_fetched:
             yield find_material(self.data_dir)
         else:
             with tempfile.TemporaryDirectory(prefix="intellect-ledger-") as directory:
@@ -83,11 +91,22 @@ def audit(where: Where, *, samples: int, say: Say) -> Report:
     """Replay and check everything. Raises AuditError where that cannot be done."""
     try:
         with where.material(say) as material:
+            if where.is_fetched:
+                material = _keep_proofs(material, Path(), say)
             return audit_material(material, say=say, processes=where.processes, samples=samples)
     except AuditError:
         raise
     except NodeError as error:
         raise AuditError(f"the audit could not be made: {error.message}", hint=error.hint) from error
+
+
+def _keep_proofs(material: Material, to: Path, say: Say) -> Material:
+    """Proofs of a fork outlive what was fetched."""
+    for path, _ in material.forks():
+        kept = to / path.name
+        write_atomically(kept, path.read_bytes())
+        say(f"the trainer has signed two ledgers; the proof is in {kept}: intellect-node audit --fork {kept}")
+    return replace(material, proofs=to)
 
 
 def print_report(report: Report) -> None:
@@ -107,7 +126,7 @@ def print_report(report: Report) -> None:
         said = ", ".join(f"{count} {state}" for state, count in sorted(report.appeals.items()))
         _lines(console, f"appeals {said}")
     print_contributors(console, report.contributors[:MAX_SHOWN])
-    console.print(_validators(report))
+    console.print(_validators(report.validators))
     for row in report.rechecked:
         said = row.get("skipped") or f"here {row['here']} {row['reason']}"
         _lines(console, f"again {row['submission'][:12]}: ledger {row['ledger']}; {said}")
@@ -117,7 +136,7 @@ def print_report(report: Report) -> None:
 
 
 def _print_breaches(console: Console, report: Report) -> None:
-    for breach in report.breaches[:MAX_SHOWN]:
+    for breach in [breach for breach in report.breaches if breach.follows is None][:MAX_SHOWN]:
         place = "" if breach.entry is None else f" at entry {breach.entry}"
         console.print(
             Text.assemble(("breach ", "bold red"), printable(f"{breach.kind}{place}: {_who(breach)}{breach.what}"))
@@ -125,6 +144,9 @@ def _print_breaches(console: Console, report: Report) -> None:
     total = sum(report.breaches_by_kind.values())
     if total > MAX_SHOWN:
         _lines(console, f"… {total - MAX_SHOWN} more; --json has the first thousand")
+    if report.following:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(report.following.items()))
+        _lines(console, f"refused after those, which may only follow from them and is nobody's: {kinds}")
     verdict = ("clean: no breach", "bold green") if report.clean else (f"{total} breaches", "bold red")
     console.print(Text.assemble(verdict, f", {report.seconds:.1f} s" if report.seconds else ""))
 
@@ -133,10 +155,14 @@ def _who(breach: Breach) -> str:
     return f"{breach.who}: " if breach.who else ""
 
 
-def _validators(report: Report) -> Table:
-    table = Table("validator", "accept", "reject", "undecided", "hard", "in full", box=None)
-    for row in report.validators:
-        table.add_row(row.peer_id, *map(str, (row.accept, row.reject, row.undecided, row.hard, row.in_full)))
+def _validators(rows: Sequence[ValidatorRow]) -> Table:
+    table = Table(box=None)
+    table.add_column("validator", overflow="fold", min_width=20)
+    for name in ("accept", "reject", "undecided", "overruled", "hard", "in full"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        figures = (row.accept, row.reject, row.undecided, row.overruled, row.hard, row.in_full)
+        table.add_row(row.peer_id, *map(str, figures))
     return table
 
 
@@ -194,10 +220,15 @@ def print_fork(fork: Fork) -> None:
 
 
 def show(where: Where, *, limit: int | None, say: Say) -> dict[str, Any]:
-    """The run and its leaderboard."""
+    """The run, its leaderboard and its validators."""
     with where.material(say) as material, replayed(material, say=say, processes=where.processes) as (found, notes):
         rows = leaderboard(found.state, limit=limit)
-        return {"run": run_row(found.state, material.run), "contributors": rows, "notes": _with_breaches(found, notes)}
+        return {
+            "run": run_row(found.state, material.run),
+            "contributors": rows,
+            "validators": msgspec.to_builtins(found.validators),
+            "notes": _with_breaches(found, notes),
+        }
 
 
 def mine(where: Where, peer: PeerId, *, say: Say) -> dict[str, Any]:
@@ -227,6 +258,7 @@ def print_show(found: Mapping[str, Any]) -> None:
         f"{run['steps_trained']} of {run['steps_total']} steps trained",
     )
     print_contributors(console, found["contributors"])
+    console.print(_validators(msgspec.convert(found["validators"], list[ValidatorRow])))
     _lines(console, *(f"note: {note}" for note in found["notes"]))
 
 
@@ -306,6 +338,9 @@ def _export_records(material: Material, out: Path) -> None:
     (out / CHECKPOINTS).mkdir()
     for checkpoint in material.checkpoints():
         write_atomically(out / CHECKPOINTS / checkpoint.id.hex(), checkpoint.data)
+    for path, _ in material.forks():
+        (out / FORKS).mkdir(exist_ok=True)
+        write_atomically(out / FORKS / path.name, path.read_bytes())
     (out / LEDGER).mkdir()
     with closing(SegmentWriter(out / LEDGER, start=material.manifest.id)) as writer:
         for segment in read_segments(material.ledger):

@@ -6,6 +6,7 @@ drew, or an invite's in an admission. Heads are shared by many verdicts, so the 
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -27,6 +28,8 @@ CHUNK_ENTRIES: Final = 256
 CHUNKS_AHEAD: Final = 4
 """For each process: waiting or done, and not taken yet."""
 HEADS_REMEMBERED: Final = 256
+SELDOM: Final = (20_000, 20, 100)
+"""The garbage collector's thresholds while entries are opened: almost nothing of them hangs together in cycles."""
 
 Where = Literal["entry", "evidence"]
 
@@ -38,6 +41,11 @@ class Fault:
     where: Where
     kind: str
     what: str
+
+    @property
+    def hides_entry(self) -> bool:
+        """Whether what the entry says is not known to be its author's word."""
+        return self.where == "entry" and self.kind != "work"
 
 
 @dataclass(frozen=True)
@@ -145,7 +153,8 @@ def _chunks(segment: Segment) -> Iterator[Chunk]:
 
 @contextmanager
 def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
-    pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+    context = get_context("spawn")
+    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=gc.set_threshold, initargs=SELDOM)
     try:
         yield pool
     finally:

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 KEEP_FILE_STEPS: Final = 32
 """Rollout files stay this many steps after their policy fell out of the window, for audits; for appeals as long as
-credits mature, if that is longer."""
+credits mature, if that is longer, and as long as an appeal is open or may still be filed."""
 MAX_FILE_BYTES: Final = 4 << 30
 
 
@@ -297,9 +297,13 @@ class RelayDesk:
     def _keep_head(self, head: Signed[Head]) -> None:
         self._store.set_document("head", head.data)
         if self.head is None or head.record.step != self.head.record.step:
-            pruned = self._store.prune(head.record.oldest_checkpoint_step - self._kept_steps())
+            oldest = head.record.oldest_checkpoint_step - self._kept_steps()
+            pruned = self._store.prune(oldest, needed=self._is_needed)
             log.info("head sequence=%d step=%d pruned=%d", head.record.sequence, head.record.step, pruned)
         self.head = head
+
+    def _is_needed(self, submission: bytes) -> bool:
+        return self.ledger is not None and self.ledger.state.may_be_appealed(submission)
 
     def _kept_steps(self) -> int:
         window = 0 if self.manifest is None else self.manifest.record.credits.maturity_steps

@@ -101,7 +101,7 @@ def second_instance(peer: PeerId, *, silent_s: float) -> RefusedError:
         f"another node with the key of {peer.short} works in this run: it spoke {silent_s:.0f} s ago",
         code="second-instance",
         hint="one key is one node: give this one its own --data-dir, or stop the other one and start this one"
-        f" {ACTIVE_S:.0f} s later",
+        f" {ACTIVE_S:.0f} s later; `intellect-node id export` and `id import` move a key",
         retry_after_s=ACTIVE_S,
     )
 

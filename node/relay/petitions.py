@@ -33,7 +33,9 @@ ADMISSION_HINTS: Final = {
 APPEAL_HINTS: Final = {
     "unknown-submission": "wait until the ledger has the verdict, some seconds after it came",
     "not-rejected": "appeal against a verdict that rejects: intellect-node verdict show last",
-    "too-late": "nothing to do: the validity window is over (credits.maturity_steps of `intellect-node run show`)",
+    "too-late": "nothing to do: the validity window is over (credits.maturity_steps of `intellect-node run show`), and"
+    " relays keep the file no longer",
+    "duplicate-appeal": "nothing to do: one appeal for each verdict, and a second one only where nobody could tell",
     "appeal-open": "wait for the answer to the other appeal: intellect-node status shows it",
     "too-soon": "wait for that step: an appeal that was wrong costs this",
     "nobody-left": "this run's operator named no more validators than judge each submission",
@@ -54,6 +56,7 @@ class Petitions:
         RefusedError `admission-<rule>` names the ledger's rule that it breaks.
         """
         entry = self._opened(data, Admission, peer)
+        self._refuse_old(entry)
         state = self._state()
         if state.admitted(peer):
             return True
@@ -70,7 +73,7 @@ class Petitions:
         return False
 
     def appeal(self, data: bytes, peer: PeerId) -> str:
-        """Take an appeal by whom it is: its state in the ledger; `taken` before it stands there.
+        """Take an appeal by whom it is: its state in the ledger, however old it is; `taken` before it stands there.
 
         RefusedError `appeal-<rule>` names the ledger's rule that it breaks.
         """
@@ -79,6 +82,7 @@ class Petitions:
         if (known := state.appeals.get(entry.id)) is not None:
             return known.state
         if not self._store.has(entry.id):
+            self._refuse_old(entry)
             try:
                 state.check_appeal(entry)
             except LedgerError as error:
@@ -98,13 +102,17 @@ class Petitions:
             )
         require_run(entry.record.run_id, self._desk.require_manifest(), kind.KIND)
         self._desk.check_clock(entry.record.issued_at_ms, kind.KIND, entry.author)
+        return entry
+
+    def _refuse_old(self, entry: Signed[Any]) -> None:
         age_s = (self._desk.now_ms() - entry.record.issued_at_ms) / 1000
         if age_s > OLDEST_S:
             raise ClockError(
-                f"an {kind.KIND} of {peer.short} was signed {age_s / 3600:.0f} hours ago by this relay's clock",
-                hint="set this computer's clock (`timedatectl set-ntp true`), and start the node again",
+                f"an {entry.record.KIND} of {entry.author.short} was signed {age_s / 3600:.0f} hours ago by this"
+                " relay's clock",
+                hint="set this computer's clock (`timedatectl set-ntp true`), and start the node again, or run the"
+                " command again",
             )
-        return entry
 
     def _state(self) -> LedgerState:
         self._desk.require_manifest()

@@ -17,11 +17,13 @@ from typing import Final, Protocol
 import trio
 
 from node.clock import now_ms
-from node.heartbeats import Pulse, beat_at_home
+from node.heartbeats import Pulse, SecondInstance, beat_at_home
+from node.instance import own_instance
 from node.relay.desk import RelayDesk
 from node.relay.door import NO_LIMITS, DoorLimits
 from node.relay.mirror import LedgerMirror, origin_contact
 from node.relay.service import RelayService
+from node.relay.sole import SoleInstance
 from node.relay.store import RelayStore
 from node.run_link import join_line
 from node.status import StatusBoard
@@ -39,7 +41,7 @@ from p2p.tls import Certificate
 from protocol.checkpoint import CheckpointRules
 from protocol.envelope import Signed, seal
 from protocol.errors import ConfigError, NodeError, ProtocolError
-from protocol.identity import Identity
+from protocol.identity import Identity, PeerId
 from protocol.records import Manifest, RelayAdvert
 from protocol.run import RunAddress
 
@@ -56,6 +58,8 @@ IMPATIENT_OTHERS_S: Final = 3.0
 """Between lookups of other relays in the first IMPATIENT_S, when they may be starting too."""
 IMPATIENT_S: Final = 60.0
 LOOKUP_TIMEOUT_S: Final = 25.0
+FIRST_LOOK_S: Final = 4.0
+"""How long a relay looks for others, and for another one with its key, before it can be found itself."""
 MAX_OTHERS: Final = 64
 MAX_CONNECTIONS: Final = 2048
 CONNECTIONS_PER_ADDRESS: Final = 1024
@@ -75,6 +79,8 @@ class Discovery(Protocol):
     async def publish_advert(self, make: Callable[[int], bytes]) -> None: ...
 
     async def find_relays(self) -> Iterable[Signed[RelayAdvert]]: ...
+
+    async def find_advert(self, peer_id: PeerId) -> Signed[RelayAdvert] | None: ...
 
     async def find_run(self, address: RunAddress) -> Signed[Manifest] | None: ...
 
@@ -105,6 +111,7 @@ class RelayParts:
     """Where its instance lies; without one it has no heartbeat."""
     stay: bool = False
     finish_grace_s: float = FINISH_GRACE_S
+    first_look_s: float = FIRST_LOOK_S
 
 
 class RelayRole:
@@ -112,7 +119,8 @@ class RelayRole:
 
     def __init__(self, parts: RelayParts) -> None:
         self._p = parts
-        self._service = RelayService(parts.aio, parts.desk, parts.store, parts.limits)
+        instance = "" if parts.data_dir is None else own_instance(parts.data_dir).hex()
+        self._service = RelayService(parts.aio, parts.desk, parts.store, parts.limits, instance=instance)
         self._patch_client = PatchClient(parts.checkpoints, keep=parts.patches)
         self._puller = CheckpointPuller(parts.http, parts.checkpoints, patches=self._patch_client)
         self._mirror = LedgerMirror(parts.http, parts.desk)
@@ -121,6 +129,9 @@ class RelayRole:
         self._url = ""
         self._leaving = False
         self._made_pulse: Pulse | None = None
+        self._looked = trio.Event()
+        """Once it was seen which relays there are."""
+        self._instance = instance
 
     async def run(self, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve; the task status gives the URL. Raises PortError."""
@@ -134,8 +145,10 @@ class RelayRole:
                 nursery.start_soon(task)
             nursery.start_soon(beat_at_home, self._pulse, self._service.membership.hearts.hear)
             nursery.start_soon(self._find_manifest)
-            nursery.start_soon(self._find_others)
-            nursery.start_soon(self._p.discovery.publish_advert, self._advert)
+            sole = self._sole()
+            nursery.start_soon(self._find_others, sole)
+            nursery.start_soon(sole.run)
+            nursery.start_soon(self._publish)
             task_status.started(self._url)
             await self._finished()
             nursery.cancel_scope.cancel()
@@ -146,6 +159,23 @@ class RelayRole:
         self._p.board.state("stopping", "everything that was handed in is on disk")
         with trio.move_on_after(deadline_s):
             await trio.lowlevel.checkpoint()
+
+    async def _publish(self) -> None:
+        """Be found; not before it was seen whether another relay is found by this key, if that can be seen at once."""
+        with trio.move_on_after(self._p.first_look_s):
+            await self._looked.wait()
+        await self._p.discovery.publish_advert(self._advert)
+
+    def _sole(self) -> SoleInstance:
+        return SoleInstance(
+            self._p.run,
+            self._p.identity.peer_id,
+            http=self._p.http,
+            contacts=self._p.contacts,
+            board=self._p.board,
+            instance=self._instance,
+            pulse=self._pulse,
+        )
 
     def _pulse(self) -> Pulse | None:
         desk = self._p.desk
@@ -216,15 +246,23 @@ class RelayRole:
                 log.warning("manifest from the DHT: %s", error.message)
                 return
 
-    async def _find_others(self) -> None:
-        """Other relays to pull from: the origin serves a few, who serve the rest."""
+    async def _find_others(self, sole: SoleInstance) -> None:
+        """Other relays to pull from: the origin serves a few, who serve the rest. Raises SecondInstance."""
         began = trio.current_time()
         while True:
             try:
                 with trio.move_on_after(LOOKUP_TIMEOUT_S):
-                    self._meet(await self._p.discovery.find_relays())
+                    adverts = list(await self._p.discovery.find_relays())
+                    self._meet(adverts)
+                    if trio.current_time() - began <= IMPATIENT_S:
+                        twin = await self._p.discovery.find_advert(self._p.identity.peer_id)
+                        adverts += [twin] if twin else []
+                    await sole.meet(adverts, own_url=self._url)
+            except SecondInstance:
+                raise
             except NodeError as error:
                 log.info("lookup of other relays failed: %s", error.message)
+            self._looked.set()
             await trio.sleep(OTHERS_S if trio.current_time() - began > IMPATIENT_S else IMPATIENT_OTHERS_S)
 
     def _meet(self, adverts: Iterable[Signed[RelayAdvert]]) -> None:

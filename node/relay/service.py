@@ -68,10 +68,20 @@ class Traffic:
 class RelayService:
     """Routes of one relay. Give `routes()`, `middleware` and `door.on_answer` to a HttpServer on the same thread."""
 
-    def __init__(self, aio: AioThread, desk: RelayDesk, store: RelayStore, limits: DoorLimits = NO_LIMITS) -> None:
+    def __init__(
+        self,
+        aio: AioThread,
+        desk: RelayDesk,
+        store: RelayStore,
+        limits: DoorLimits = NO_LIMITS,
+        *,
+        instance: str = "",
+    ) -> None:
+        """`instance` says which of the nodes with its key this is."""
         self.door = Door(desk, store, limits)
         self.membership = MembershipRoutes(desk, store, self.door.peer)
         self._desk = desk
+        self._instance = instance
         self._store = store
         self._bell = _Bell()
         self._polls = _Slots(MAX_POLLS, MAX_POLLS_EACH, "polls")
@@ -114,7 +124,7 @@ class RelayService:
     async def _info(self, _: web.Request) -> web.Response:
         desk = self._desk
         info = {"peer_id": str(desk.peer_id), "software": SOFTWARE, "protocol": PROTOCOL_VERSION, "run": str(desk.run)}
-        return msgpack_response(info)
+        return msgpack_response({**info, "instance": self._instance})
 
     async def _manifest(self, _: web.Request) -> web.Response:
         manifest = self._desk.manifest

@@ -162,14 +162,17 @@ class RelayStore:
             hint="ask the relay that gave the receipt; old files are deleted",
         )
 
-    def prune(self, before_step: int) -> int:
-        """Delete the files of submissions for earlier steps; their records stay. Returns how many."""
+    def prune(self, before_step: int, *, needed: Callable[[bytes], bool] = lambda submission: False) -> int:
+        """Delete the files of submissions for earlier steps, unless they are `needed`; their records stay.
+
+        Returns how many.
+        """
         with self._lock, self._errors():
             query = "SELECT id, author, step, file_bytes FROM feed WHERE file_bytes > 0 AND step < ?"
-            old = self._db.execute(query, (before_step,)).fetchall()
+            old = [row for row in self._db.execute(query, (before_step,)).fetchall() if not needed(row[0])]
             for submission_id, *_ in old:
                 self._path(submission_id).unlink(missing_ok=True)
-            self._db.execute("UPDATE feed SET file_bytes = 0 WHERE file_bytes > 0 AND step < ?", (before_step,))
+            self._db.executemany("UPDATE feed SET file_bytes = 0 WHERE id = ?", [(row[0],) for row in old])
             with self._count_lock:
                 for _, author, step, size in old:
                     self._stored.add(bytes(author), step, -size)
@@ -236,7 +239,9 @@ class RelayStore:
         except sqlite3.IntegrityError as error:
             if not self.has(petition.id):
                 raise RefusedError(
-                    "this verdict was appealed against before", code="appeal-duplicate-appeal", hint="once is all"
+                    "this verdict was appealed against before",
+                    code="appeal-duplicate-appeal",
+                    hint="wait for the answer: intellect-node status shows it",
                 ) from error
 
     def _require_row(self) -> None:

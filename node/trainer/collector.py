@@ -16,21 +16,24 @@ from typing import Any
 
 import trio
 
-from node.clock import now_ms
 from node.feeds import Feeds
 from node.ledger.log import LedgerLog
 from node.relay_client import FeedItem, RelayClient
+from node.trainer.consequences import Consequences
 from node.trainer.petitions import Petitions
-from protocol.envelope import Signed, seal
+from protocol.envelope import Signed
 from protocol.errors import LedgerError, ProtocolError, RelayError
 from protocol.identity import Identity, PeerId
-from protocol.records import Admission, Appeal, Eviction, Submission, Verdict
+from protocol.records import Admission, Appeal, Submission, Verdict
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 3.0
 PENDING_S = 60.0
 """A submission that nobody judged for this long is no longer counted on."""
+
+MAX_CASES = 1 << 15
+"""Beyond so many, those without a submission go, the oldest first."""
 
 
 @dataclass
@@ -47,11 +50,11 @@ class Collector:
     """Keeps the ledger up to date with what validators say; `changed` wakes whoever waits for accepted rollouts."""
 
     def __init__(self, identity: Identity, ledger: LedgerLog, feeds: Feeds, rollout_dir: Path) -> None:
-        self._identity = identity
         self._ledger = ledger
         self._feeds = feeds
         self._rollout_dir = rollout_dir
-        self._petitions = Petitions(identity, ledger)
+        self._consequences = Consequences(identity, ledger)
+        self._petitions = Petitions(ledger, self._consequences)
         self._cases: dict[bytes, _Case] = {}
         self._changed = trio.Event()
         self.on_verdict: Callable[[Signed[Verdict]], None] = lambda verdict: None
@@ -66,6 +69,10 @@ class Collector:
                 continue
             await self._take(client, item)
             self._feeds.done(client, item)
+
+    def catch_up(self) -> None:
+        """Write what an earlier process was kept from writing; before a batch is made, or anything new is taken."""
+        self._consequences.write()
 
     def file(self, submission: bytes) -> Path:
         return self._rollout_dir / f"{submission.hex()}.parquet"
@@ -118,7 +125,7 @@ class Collector:
         key = signed.record.submission if isinstance(signed.record, Verdict) else signed.id
         if self._settled(key):
             return
-        case = self._cases.setdefault(key, _Case())
+        case = self._case(key)
         if isinstance(signed.record, Verdict):
             before = case.verdicts.get(signed.author)
             if before is None or before.record.outcome == "undecided":
@@ -128,6 +135,14 @@ class Collector:
             case.relays[client.peer_id] = client
             self._notify()
         await self._settle(key, case)
+
+    def _case(self, key: bytes) -> _Case:
+        """Of too many, one without its submission is forgotten: verdicts alone cost nothing to make."""
+        if key not in self._cases and len(self._cases) >= MAX_CASES:
+            hollow = next((one for one, case in self._cases.items() if case.submission is None), None)
+            if hollow is not None:
+                del self._cases[hollow]
+        return self._cases.setdefault(key, _Case())
 
     async def _petition(self, entry: Signed[Any]) -> None:
         for verdict in await self._petitions.take(entry):
@@ -210,13 +225,14 @@ class Collector:
     def _append(self, key: bytes, case: _Case) -> None:
         if case.submission is None:
             return
-        known = self._ledger.state.submissions.get(key)
-        before = [] if known else [case.submission.data]
         for verdict in self._fresh(key, case):
             if self._settled(key):
                 break  # whoever has not judged it in the ledger may still answer an appeal
-            self._append_verdict(key, case.submission.author, before, verdict)
-            before = []
+            before = [] if key in self._ledger.state.submissions else [case.submission.data]
+            self._append_verdict(case, before, verdict)
+            if key not in self._ledger.state.submissions:
+                self._cases.pop(key, None)  # it is the submission that the ledger refuses
+                break
         self._notify()
 
     def _fresh(self, key: bytes, case: _Case) -> list[Signed[Verdict]]:
@@ -224,34 +240,17 @@ class Collector:
         known = self._ledger.state.submissions.get(key)
         return [one for author, one in case.verdicts.items() if not (known and known.was_judged_by(author, one.record))]
 
-    def _append_verdict(self, key: bytes, author: PeerId, before: list[bytes], verdict: Signed[Verdict]) -> None:
+    def _append_verdict(self, case: _Case, before: list[bytes], verdict: Signed[Verdict]) -> None:
+        """A verdict that the ledger refuses is dropped, and others on the same submission are not."""
         try:
             self._ledger.append([*before, verdict.data])
         except LedgerError as error:
-            log.warning("ledger contributor=%s rule=%s %s", author.short, error.rule, error.message)
-            self._cases.pop(key, None)
+            log.warning("ledger validator=%s rule=%s %s", verdict.author.short, error.rule, error.message)
+            case.verdicts.pop(verdict.author, None)
+            return
         self.on_verdict(verdict)
-        self._evict_if_due(verdict)
+        self._consequences.write()
 
     def _notify(self) -> None:
         self._changed.set()
         self._changed = trio.Event()
-
-    def _evict_if_due(self, verdict: Signed[Verdict]) -> None:
-        record = verdict.record
-        contributor = self._ledger.state.contributors.get(PeerId(record.contributor))
-        if not record.hard or contributor is None or contributor.standing == "evicted":
-            return
-        eviction = Eviction(
-            run_id=record.run_id,
-            contributor=record.contributor,
-            verdict=verdict.id,
-            reason=record.reason[:1000],
-            issued_at_ms=now_ms(),
-        )
-        try:
-            self._ledger.append([seal(eviction, self._identity)])
-        except LedgerError as error:
-            log.info("no eviction contributor=%s rule=%s", PeerId(record.contributor).short, error.rule)
-            return
-        log.warning("evicted contributor=%s reason=%r", PeerId(record.contributor).short, record.reason)

@@ -1,4 +1,4 @@
-"""Admissions, appeals and their answers on their way into the ledger, and the reinstatements that follow.
+"""Admissions, appeals and their answers on their way into the ledger; what follows is node.trainer.consequences'.
 
 The ledger's rules decide; what they refuse is logged and forgotten, because relays said so already to whom it is about.
 A petition may come before what it rests on, from another relay: answers wait for their appeal.
@@ -11,12 +11,11 @@ from typing import Any, Final
 
 import trio
 
-from node.clock import now_ms
 from node.ledger.log import LedgerLog
-from protocol.envelope import Signed, seal
+from node.trainer.consequences import Consequences
+from protocol.envelope import Signed
 from protocol.errors import LedgerError, ProtocolError
-from protocol.identity import Identity, PeerId
-from protocol.records import Admission, Reinstatement, Verdict
+from protocol.records import Admission, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -27,9 +26,9 @@ MAX_WAITING: Final = 1024
 class Petitions:
     """Writes to the ledger; `take` each one as it comes."""
 
-    def __init__(self, identity: Identity, ledger: LedgerLog) -> None:
-        self._identity = identity
+    def __init__(self, ledger: LedgerLog, consequences: Consequences) -> None:
         self._ledger = ledger
+        self._consequences = consequences
         self._waiting: dict[bytes, Signed[Verdict]] = {}
 
     async def take(self, entry: Signed[Any]) -> list[Signed[Verdict]]:
@@ -68,29 +67,12 @@ class Petitions:
             if case.state == "open" and self._entered(answer):
                 log.info("appeal answered contributor=%s outcome=%s", case.author.short, answer.record.outcome)
                 entered.append(answer)
-        self.reinstate()
+        self._consequences.write()
         return entered
 
-    def reinstate(self) -> None:
-        """Take back the evictions that a granted appeal has taken the ground from."""
-        for peer, appeal, verdict in self._ledger.state.reinstatement_due():
-            if self._entered(self._sealed(peer, appeal, verdict)):
-                log.warning("reinstated contributor=%s appeal=%s", peer.short, appeal.hex()[:12])
-
-    def _sealed(self, peer: PeerId, appeal: bytes, verdict: bytes) -> bytes:
-        record = Reinstatement(
-            run_id=self._ledger.state.run_id,
-            contributor=peer.public_key,
-            appeal=appeal,
-            verdict=verdict,
-            reason="another validator accepts what this contributor was evicted for",
-            issued_at_ms=now_ms(),
-        )
-        return seal(record, self._identity)
-
-    def _entered(self, entry: Signed[Any] | bytes) -> bool:
+    def _entered(self, entry: Signed[Any]) -> bool:
         try:
-            self._ledger.append([entry if isinstance(entry, bytes) else entry.data])
+            self._ledger.append([entry.data])
         except LedgerError as error:
             log.info("petition refused rule=%s %s", error.rule, error.message)
             return False

@@ -102,6 +102,12 @@ class TrainerRole:
     async def run(self) -> None:
         self._p.collector.on_verdict = self._scores.verdict
         await self._recover()
+        try:
+            await self._run_to_the_end()
+        finally:
+            self._scores.catch_up()  # the last status is what the ledger holds, also of what came while it ended
+
+    async def _run_to_the_end(self) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._p.collector.run)
             nursery.start_soon(self._p.monitor.run)
@@ -139,6 +145,7 @@ class TrainerRole:
         self._p.board.working("opening the newest policy")
         opened = msgspec.convert(await self._p.compute.call("open", timeout_s=TRAIN_TIMEOUT_S), TrainResult)
         self._require_one_history(opened.step)
+        self._p.collector.catch_up()
         await self._publish(opened)
         for key, one in self._p.ledger.state.submissions.items():
             if one.used_in in self._p.ledger.state.trained:
@@ -390,6 +397,7 @@ class TrainerRole:
             keep_head(self._p.ledger.path / HEAD_FILE, head)
             await self._tell_relays(head)
             self._say_what_is_missing()
+            self._scores.catch_up()
             with trio.move_on_after(BEAT_S):
                 await changed.wait()
 

@@ -30,6 +30,7 @@ class Scoreboard:
         self._stale_by_step: dict[int, int] = {}
         self._accepts: deque[dict[str, Any]] = deque(maxlen=KEPT_VERDICTS)
         self._others: deque[dict[str, Any]] = deque(maxlen=KEPT_VERDICTS)
+        self._shown_length = -1
 
     def restore(self) -> None:
         """Fill in what the ledger remembers from before a restart."""
@@ -45,6 +46,11 @@ class Scoreboard:
     def verdict(self, verdict: Signed[Verdict]) -> None:
         self._keep(verdict)
         self._show_contributors()
+
+    def catch_up(self) -> None:
+        """Show what entries have changed that no event told of: admissions, evictions, reinstatements."""
+        if self._shown_length != self._state.length:
+            self._show_contributors()
 
     def _keep(self, verdict: Signed[Verdict]) -> None:
         """Rejections stay when many acceptances follow."""
@@ -105,6 +111,7 @@ class Scoreboard:
         )
 
     def _show_contributors(self) -> None:
+        self._shown_length = self._state.length
         rows = [contributor_row(peer, one) for peer, one in list(self._state.contributors.items())]
         rejected: dict[str, int] = {}
         for row in rows:

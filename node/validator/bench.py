@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final, Literal
 
 from node.validator.docket import OpenCase
@@ -31,6 +32,17 @@ def judging_kinds(manifest: Manifest) -> list[str]:
     return [Submission.KIND, Verdict.KIND] if shares else [Submission.KIND]
 
 
+@dataclass(frozen=True)
+class _Heard:
+    """What another validator's verdict says, before the ledger has it."""
+
+    outcome: str
+    contributor: bytes
+    step: int
+    excused: bool
+    """Accepted without the costly checks: whether the ledger takes that, its evidence has yet to show."""
+
+
 class Bench:
     """One validator's view of who judges what."""
 
@@ -40,7 +52,7 @@ class Bench:
         self._draws = draws
         self._validators = ledger.manifest.validator_ids
         self._quorum = ledger.manifest.quorum
-        self._votes: OrderedDict[bytes, dict[PeerId, str]] = OrderedDict()
+        self._votes: OrderedDict[bytes, dict[PeerId, _Heard]] = OrderedDict()
 
     @property
     def shares(self) -> bool:
@@ -49,10 +61,12 @@ class Bench:
 
     def heard(self, verdict: Signed[Verdict]) -> None:
         """Another validator has judged a submission."""
-        if verdict.author != self._own and not verdict.record.appeal:
-            votes = self._votes.setdefault(verdict.record.submission, {})
-            if votes.get(verdict.author, "undecided") == "undecided":
-                votes[verdict.author] = verdict.record.outcome
+        record = verdict.record
+        if verdict.author != self._own and not record.appeal:
+            votes = self._votes.setdefault(record.submission, {})
+            if verdict.author not in votes or votes[verdict.author].outcome == "undecided":
+                excused = record.outcome == "accept" and not record.draw.drawn
+                votes[verdict.author] = _Heard(record.outcome, record.contributor, record.step, excused)
             if len(self._votes) > MAX_VOTES:
                 self._votes.popitem(last=False)
 
@@ -60,14 +74,19 @@ class Bench:
         """Whether this validator judges a submission now, perhaps later, or has no need to any more."""
         if not self.shares:
             return "now"
-        votes = list(self._votes_on(case.submission.id).values())
-        if max(votes.count("accept"), votes.count("reject")) >= self._quorum:
+        entered = self._entered(case)
+        heard = {peer: one for peer, one in self._heard(case).items() if entered.get(peer) in (None, "undecided")}
+        votes = list((entered | {peer: one.outcome for peer, one in heard.items()}).values())
+        agreed = max(votes.count("accept"), votes.count("reject")) >= self._quorum
+        if agreed and not any(one.excused for one in heard.values()):
             return "never"
         beacon = self._draws.beacon(case.receipt.record.head_sequence)
         if beacon is None:
             return "now" if waited_s > PATIENCE_S else "later"
         if not is_first_after(beacon.record, case.receipt.record):
             return "now"
+        if agreed and self._draws.heads_since(beacon.record.sequence) < REPLACE_HEADS:
+            return "later"  # the ledger will say so, unless a verdict does not hold
         return "now" if self._is_called(case, beacon, len(votes)) else "later"
 
     def _is_called(self, case: OpenCase, beacon: Signed[Head], votes: int) -> bool:
@@ -78,7 +97,12 @@ class Bench:
         absent = self._draws.heads_since(beacon.record.sequence) // REPLACE_HEADS
         return behind < absent or behind <= votes - self._quorum
 
-    def _votes_on(self, submission: bytes) -> Mapping[PeerId, str]:
-        known = self._ledger.submissions.get(submission)
-        entered = {} if known is None else {one.author: one.record.outcome for one in known.verdicts.values()}
-        return entered | self._votes.get(submission, {})
+    def _entered(self, case: OpenCase) -> dict[PeerId, str]:
+        known = self._ledger.submissions.get(case.submission.id)
+        return {} if known is None else {one.author: one.record.outcome for one in known.verdicts.values()}
+
+    def _heard(self, case: OpenCase) -> Mapping[PeerId, _Heard]:
+        """Without those that contradict the submission itself: no ledger counts them."""
+        author, step = case.submission.author.public_key, case.submission.record.step
+        votes = self._votes.get(case.submission.id, {})
+        return {peer: one for peer, one in votes.items() if (one.contributor, one.step) == (author, step)}

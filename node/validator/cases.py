@@ -35,6 +35,8 @@ class Case:
     draw: Draw | None = None
     appeal: bytes = b""
     """Id of the appeal that its verdict answers; most answer none."""
+    again: bool = False
+    """Whether this validator has said before that it could not tell."""
 
     @property
     def submission(self) -> Signed[Submission]:

@@ -28,6 +28,10 @@ CREATE TABLE IF NOT EXISTS seen (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, submission BLOB UNIQUE NOT NULL, envelope BLOB NOT NULL,
     receipt BLOB NOT NULL, seen_sequence INTEGER NOT NULL
 );
+CREATE TABLE IF NOT EXISTS looks (
+    submission BLOB PRIMARY KEY, contributor BLOB NOT NULL, looks INTEGER NOT NULL, due_ms INTEGER NOT NULL,
+    reason TEXT NOT NULL
+);
 CREATE TABLE IF NOT EXISTS sources (submission BLOB NOT NULL, relay BLOB NOT NULL, PRIMARY KEY (submission, relay));
 CREATE TABLE IF NOT EXISTS posted (submission BLOB NOT NULL, relay BLOB NOT NULL, PRIMARY KEY (submission, relay));
 """
@@ -48,6 +52,19 @@ class OpenCase:
     """Who has the file."""
 
 
+@dataclass(frozen=True)
+class Look:
+    """A submission that could not be told, and is going to be judged again."""
+
+    submission: bytes
+    contributor: PeerId
+    looks: int
+    """So many were begun after the first verdict."""
+    due_ms: int
+    reason: str
+    """Why it could not be told at the latest."""
+
+
 class Docket:
     """Verdicts by submission. Every change is on disk when its method returns. Raises DataDirError."""
 
@@ -60,6 +77,11 @@ class Docket:
     def judged(self, subject: bytes) -> bool:
         """Whether there is a verdict about a submission, or in answer to an appeal."""
         return self._db.row("SELECT 1 FROM verdicts WHERE submission = ?", subject) is not None
+
+    def verdict(self, subject: bytes) -> Signed[Verdict] | None:
+        """What this validator says of a submission, or in answer to an appeal."""
+        row = self._db.row("SELECT envelope FROM verdicts WHERE submission = ?", subject)
+        return None if row is None else open_envelope(row[0], Verdict)
 
     def settled(self, submission: bytes) -> bool:
         """Whether a submission was judged here, or left to other validators."""
@@ -103,13 +125,21 @@ class Docket:
         )
 
     def add(self, verdict: Signed[Verdict]) -> None:
-        """Keep a verdict and close its case; the first verdict about a submission stays."""
+        """Keep a verdict and close its case. The first one stays, but for an `undecided` when a decision comes.
+
+        A decision that takes its place goes to every relay again.
+        """
         record = verdict.record
+        key = record.appeal or record.submission
         with self._db.transaction():
-            self._db.change(
-                "INSERT OR IGNORE INTO verdicts (submission, outcome, reason, envelope) VALUES (?, ?, ?, ?)",
-                *(record.appeal or record.submission, record.outcome, record.reason, verdict.data),
+            changed = self._db.change(
+                "INSERT INTO verdicts (submission, outcome, reason, envelope) VALUES (?, ?, ?, ?) "
+                "ON CONFLICT (submission) DO UPDATE SET outcome = excluded.outcome, reason = excluded.reason, "
+                "envelope = excluded.envelope WHERE outcome = 'undecided' AND excluded.outcome != 'undecided'",
+                *(key, record.outcome, record.reason, verdict.data),
             )
+            if changed:
+                self._db.change("DELETE FROM posted WHERE submission = ?", key)
             self._close(record.submission)
 
     def dismiss(self, submission: bytes) -> None:
@@ -127,6 +157,22 @@ class Docket:
         self._db.change("DELETE FROM seen WHERE seq <= (SELECT MAX(seq) FROM seen) - ?", MAX_SEEN)
         for table in ("cases", "sources"):
             self._db.change(f"DELETE FROM {table} WHERE submission = ?", submission)
+
+    # What is judged again.
+
+    def looks(self) -> list[Look]:
+        rows = self._db.rows("SELECT submission, contributor, looks, due_ms, reason FROM looks")
+        return [Look(submission, PeerId(contributor), *rest) for submission, contributor, *rest in rows]
+
+    def keep_look(self, look: Look) -> None:
+        """Remember, or change, when a submission is judged again."""
+        values = (look.submission, look.contributor.public_key, look.looks, look.due_ms, look.reason)
+        self._db.change("INSERT OR REPLACE INTO looks VALUES (?, ?, ?, ?, ?)", *values)
+
+    def drop_look(self, submission: bytes) -> None:
+        self._db.change("DELETE FROM looks WHERE submission = ?", submission)
+
+    # What relays lack.
 
     def unposted(self, relay: PeerId, limit: int = 64) -> list[tuple[bytes, bytes]]:
         """Verdicts that this relay has not taken: submission id and envelope, oldest first."""

@@ -35,6 +35,8 @@ class Findings(msgspec.Struct):
     seconds: float = 0.0
     evidence: list[tuple[float, float, float]] = []
     """For each prompt, as node.validator.measure.Evidence (node.validator.suspicion)."""
+    passing: bool = True
+    """Of an `undecided`: whether what kept this validator from telling may pass by itself (node.validator.again)."""
 
     def suspected(self, reason: str, *, hard: bool) -> Findings:
         """The same, with what a contributor's whole history says against it."""
@@ -58,9 +60,9 @@ class Screened(msgspec.Struct):
         return Findings(self.outcome, self.hard, self.reason, list(self.checks), self.mean_reward)
 
 
-def undecided(reason: str) -> Findings:
+def undecided(reason: str, *, passing: bool = True) -> Findings:
     """Nothing is held against anybody."""
-    return Findings("undecided", False, reason)
+    return Findings("undecided", False, reason, passing=passing)
 
 
 def with_limits(check: CheckResult, tolerance: Tolerance | None) -> CheckResult:

@@ -22,5 +22,6 @@ def policy_fault(case: Case, ledger: LedgerState, *, held: int | None, oldest: i
     if back:
         return Findings("reject", False, f"policy: {back}")
     if held is None and step < oldest and not case.appeal:  # relays keep it longer than that, for appeals
-        return undecided(f"policy: checkpoint {step} is gone; step {oldest} is the oldest that is still taken")
+        reason = f"policy: checkpoint {step} is gone; step {oldest} is the oldest that is still taken"
+        return undecided(reason, passing=False)
     return None

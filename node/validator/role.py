@@ -27,6 +27,7 @@ from node.policies import Policies
 from node.relay_client import FeedItem, RelayClient
 from node.status import StatusBoard
 from node.swarm import Swarm
+from node.validator.again import SecondLooks
 from node.validator.appeals import AppealCases
 from node.validator.bench import Bench
 from node.validator.cases import Case, Cases
@@ -54,6 +55,8 @@ RETRY_S: Final = 0.5
 GIVE_UP_S: Final = 300.0
 """A case whose file or policy could not be had for this long is closed as undecided."""
 FILES_IN_MEMORY: Final = 3
+LOOK_AGAIN_S: Final = 60.0
+"""The same where it was closed so before: what has come is there by now."""
 CRASHES_FORGIVEN: Final = 1
 """How often a case is tried again after the process that computed it failed."""
 
@@ -100,6 +103,7 @@ class ValidatorRole:
         own = parts.identity.peer_id
         self._bench = Bench(own, parts.ledger.state, self._draws)
         self._appeals = AppealCases(own, parts.ledger.state, parts.docket, self._draws)
+        self._again = SecondLooks(parts.docket, parts.ledger.state, self._bench)
         self._loaded: set[bytes] = set()
         self._loaded_restarts = 0
         self._desk = trio.CapacityLimiter(FILES_IN_MEMORY)
@@ -169,7 +173,8 @@ class ValidatorRole:
             while True:
                 changed = self._changed
                 relays = [client.peer_id for client in self._p.swarm.clients]
-                for case in (*self._cases.startable(self._draw), *self._appeals.startable(relays)):
+                appeals, again = self._appeals.startable(relays), self._again.startable(relays)
+                for case in (*self._cases.startable(self._draw), *appeals, *again):
                     nursery.start_soon(self._work, case, nursery)
                 self._show_work()
                 with trio.move_on_after(min(RETRY_S, max(0.01, self._cases.next_due_s()))):
@@ -220,11 +225,12 @@ class ValidatorRole:
         except Exception as error:
             # Whatever a submission does to this program, the program goes on and the contributor is told.
             log.exception("case step=%d failed", case.submission.record.step)
-            return undecided(f"internal: {type(error).__name__}: {str(error)[:200]}")
+            return undecided(f"internal: {type(error).__name__}: {str(error)[:200]}", passing=False)
 
     def _put_off(self, case: Case, waits_for: str, *, coming: bool = False) -> Findings | None:
-        if not coming and time.monotonic() - case.began > GIVE_UP_S:
-            return undecided(f"{waits_for} did not come within {GIVE_UP_S:g} s")
+        patience_s = LOOK_AGAIN_S if case.again else GIVE_UP_S
+        if not coming and time.monotonic() - case.began > patience_s:
+            return undecided(f"{waits_for} did not come within {patience_s:g} s")
         case.due = time.monotonic() + RETRY_S
         case.relays.rotate(-1)
         return None
@@ -327,8 +333,8 @@ class ValidatorRole:
         findings = msgspec.convert(found, Findings)
         self._totals.seconds += findings.seconds
         tolerance = self._manifest.record.tolerances.get(case.submission.record.dtype)
-        if tolerance is None or not findings.evidence:
-            return findings
+        if tolerance is None or not findings.evidence or findings.outcome == "undecided":
+            return findings  # what is judged again is taken in then, once
         suspicion = self._p.suspicions.update(case.submission, tolerance, evidence=findings.evidence)
         return findings if suspicion is None else findings.suspected(suspicion.reason, hard=suspicion.hard)
 
@@ -363,11 +369,9 @@ class ValidatorRole:
 
     def _conclude(self, case: Case, findings: Findings) -> None:
         verdict = self._sign(case, findings)
+        self._again.expect(case, findings)  # first: a crash in between costs a look, and no verdict
         self._p.docket.add(verdict)
-        if case.appeal:
-            self._appeals.closed(case)
-        else:
-            self._cases.closed(case)
+        self._close(case, findings)
         record, draw = case.submission.record, verdict.record.draw
         self._totals.drawn += draw.drawn
         self._totals.not_drawn += not draw.drawn
@@ -378,6 +382,14 @@ class ValidatorRole:
         )
         self._show()
         self._poster.wake()
+
+    def _close(self, case: Case, findings: Findings) -> None:
+        if case.appeal:
+            self._appeals.closed(case)
+        elif case.again:
+            self._again.concluded(case, findings)
+        else:
+            self._cases.closed(case)
 
     def _sign(self, case: Case, findings: Findings) -> Signed[Verdict]:
         head = self._p.swarm.head
@@ -411,6 +423,7 @@ class ValidatorRole:
 
     def _show_work(self) -> None:
         self._p.board.update(pending=len(self._cases))
+        self._p.board.details(judges_again=self._again.text())
         if self._totals.working_on:
             self._p.board.working(f"judging {self._totals.working_on[0]}")
         elif len(self._cases):

@@ -68,6 +68,14 @@ class Account(Struct):
     rejected: dict[str, int] = {}
 
 
+class Judge(Struct):
+    """One validator's votes in the ledger, and how many of them said the opposite of what was settled."""
+
+    peer_id: str
+    verdicts: int
+    overruled: int
+
+
 class Copy(Struct):
     """A node's own copy of the ledger; `agrees` when it is the beginning of the trainer's."""
 
@@ -97,6 +105,7 @@ class Books(Struct):
     submissions: list[SubmissionSeen] = []
     steps: list[StepSeen] = []
     accounts: list[Account] = []
+    judges: list[Judge] = []
     breaches: list[str] = []
     """What the audit finds, in words."""
     copies: list[Copy] = []
@@ -134,6 +143,7 @@ def _books_of(audit: Audit) -> Books:
         submissions=[_submission(row, state) for row in submissions_of(state)],
         steps=[_step(step, state) for step in sorted(state.batches)],
         accounts=[_account(row) for row in leaderboard(state)],
+        judges=[Judge(row.peer_id, row.verdicts, row.overruled) for row in audit.validators],
         breaches=[f"{breach.kind}: {breach.what}" for breach in audit.breaches.found],
     )
 

@@ -47,7 +47,8 @@ class Evidence:
 
     @property
     def cheats(self) -> dict[str, NodeRecord]:
-        return {node.peer_id: node for node in self.recording.nodes if node.cheat}
+        """Contributors that cheat."""
+        return {node.peer_id: node for node in self.recording.nodes if node.role == "inference" and node.cheat}
 
     def name_of(self, peer_id: str) -> str:
         """A node's name in the scenario, or the end of a stranger's peer id."""

@@ -24,6 +24,8 @@ MAX_PAIRS_OF: Final = 200
 SETTLED_S: Final = 15.0
 """After so long a process has opened what it works with."""
 MIN_LEVEL_SAMPLES: Final = 9
+MIN_LEVEL_SPAN_S: Final = 45.0
+"""A walk through peers that do not answer takes ten seconds, a task for each: a third of the time must be longer."""
 SPARE_DESCRIPTORS: Final = 12
 SPARE_TASKS: Final = 24
 SPARE_SHARE: Final = 0.25
@@ -41,8 +43,7 @@ def memory_stays_level(evidence: Evidence) -> Judgement:
     fits = sorted((one for one in found if one is not None), key=lambda one: -one.mb_per_min)
     numbers: dict[str, Figure] = {"processes": len(found), "long enough": len(fits)}
     if not fits:
-        finding = f"No process was there for {WARM_UP_S + MIN_SLOPE_SPAN_S:.0f} s, which a slope needs."
-        return Judgement(name, "could not tell", finding, numbers)
+        return Judgement(name, "could not tell", _too_short(evidence.recording), numbers)
     numbers |= {"steepest MB/min": round(fits[0].mb_per_min, 2), "of": fits[0].whose, "span s": round(fits[0].span_s)}
     steep = [one for one in fits if one.mb_per_min >= MAX_SLOPE_MB_MIN]
     sure = [one for one in steep if one.grown_mb >= SURE_FACTOR * one.noise_mb]
@@ -54,8 +55,10 @@ def memory_stays_level(evidence: Evidence) -> Judgement:
         worst = steep[0]
         finding = f"{worst.whose} may grow by {worst.mb_per_min:.2f} MB a minute; its memory moves too much to say."
         return Judgement(name, "could not tell", finding, numbers)
-    finding = f"The steepest of {len(fits)} processes is {fits[0].whose} with {fits[0].mb_per_min:.2f} MB a minute."
-    return Judgement(name, "passed", finding, numbers)
+    finding = f"The steepest of {len(fits)} processes is {fits[0].whose} with {fits[0].mb_per_min:.2f} MB a minute"
+    short = len(found) - len(fits)
+    beside = f"; {short} were not judged, as they were there too briefly." if short else "."
+    return Judgement(name, "passed", finding + beside, numbers)
 
 
 def descriptors_and_tasks_return(evidence: Evidence) -> Judgement:
@@ -64,7 +67,7 @@ def descriptors_and_tasks_return(evidence: Evidence) -> Judgement:
     levels = [level for node, seen in _processes(evidence.recording) for level in _levels(node, seen)]
     numbers: dict[str, Figure] = {"processes": len({level.whose for level in levels})}
     if not levels:
-        finding = f"No process was there for {SETTLED_S:.0f} s and {MIN_LEVEL_SAMPLES} looks after that."
+        finding = f"No process was there for {SETTLED_S + MIN_LEVEL_SPAN_S:.0f} s, with {MIN_LEVEL_SAMPLES} looks."
         return Judgement(name, "could not tell", finding, numbers)
     worst = max(levels, key=lambda level: level.end - level.allowed)
     for what in ("descriptors", "tasks"):
@@ -125,6 +128,14 @@ class _Growth:
     span_s: float
 
 
+def _too_short(recording: Recording) -> str:
+    lives = [(seen.samples[-1].at_ms - seen.started_ms) / 1000 for _, seen in _processes(recording) if seen.samples]
+    wanted = f"A slope needs {WARM_UP_S + MIN_SLOPE_SPAN_S:.0f} s of a process's life"
+    if not lives:
+        return f"{wanted}, and no process could be seen."
+    return f"{wanted}, and the longest of {len(lives)} was {max(lives):.0f} s: nothing was judged."
+
+
 @dataclass(frozen=True)
 class _Level:
     whose: str
@@ -174,6 +185,8 @@ def theil_sen(points: Sequence[tuple[float, float]]) -> float:
 
 def _levels(node: NodeRecord, seen: ProcessSeen) -> Iterator[_Level]:
     settled = [one for one in seen.samples if one.at_ms >= seen.started_ms + 1000 * SETTLED_S]
+    if not settled or settled[-1].at_ms - settled[0].at_ms < 1000 * MIN_LEVEL_SPAN_S:
+        return
     descriptors = [one.descriptors for one in settled if one.descriptors is not None]
     yield from _level(_whose(node, seen), "descriptors", descriptors, SPARE_DESCRIPTORS)
     tasks = [one.tasks for one in settled if one.tasks is not None]

@@ -1,20 +1,20 @@
-"""`python -m simnet.zoo CHEAT [settings of an inference node]`: a contributor that is honest in all but one thing."""
+"""`python -m simnet.zoo CHEAT [settings of a node]`: a contributor or validator, honest in all but one thing."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from node.config import NodeConfig
 from node.logs import printable, set_up_logging
 from protocol.errors import NodeError
-from simnet.cheats import CHEATS
+from simnet.cheats import CHEATS, VALIDATORS
 from simnet.settings_flags import add_settings, take_settings
 
 if TYPE_CHECKING:
-    from node.assembly import InferenceKind
+    from node.assembly import Kind
 
 COMPUTE_MODULE = "simnet.zoo.compute"
 
@@ -24,16 +24,21 @@ def parse(arguments: Sequence[str]) -> tuple[NodeConfig, list[str]]:
     parser = argparse.ArgumentParser(
         prog="python -m simnet.zoo",
         description=__doc__,
-        epilog="cheats:\n" + "\n".join(f"  {name:28} {what}" for name, what in CHEATS.items()),
+        epilog=f"contributors:\n{_listed(CHEATS)}\n\nvalidators:\n{_listed(VALIDATORS)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("cheat", choices=sorted(CHEATS), metavar="CHEAT", help="What it lies about; listed below.")
+    names = sorted(CHEATS | VALIDATORS)
+    parser.add_argument("cheat", choices=names, metavar="CHEAT", help="What it lies about; listed below.")
     parser.add_argument("--cheat-seed", type=int, default=0, help="Seed of what the cheat draws.")
     add_settings(parser)
     given = vars(parser.parse_args(arguments))
     cheat, cheat_seed = given.pop("cheat"), given.pop("cheat_seed")
-    config = take_settings(given)
+    config = take_settings(given, "validator" if cheat in VALIDATORS else "inference")
     return config, [cheat, str(cheat_seed), str(config.data_dir / "cheat")]
+
+
+def _listed(cheats: Mapping[str, str]) -> str:
+    return "\n".join(f"  {name:28} {what}" for name, what in cheats.items())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,11 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
-def kind_of(cheat: str, compute_args: Sequence[str]) -> InferenceKind:
-    """An inference node with another role, or another compute process, by what the cheat lies to."""
-    from node.assembly import InferenceKind
+def kind_of(cheat: str, compute_args: Sequence[str]) -> Kind:
+    """A node with another role, or another compute process, by what the cheat lies to."""
+    from node.assembly import InferenceKind, ValidatorKind
+    from simnet.zoo import validators
     from simnet.zoo.roles import ROLES
 
+    if cheat in VALIDATORS:
+        return ValidatorKind(validators.ROLES[cheat])
     if cheat in ROLES:
         return InferenceKind(new_role=ROLES[cheat])
     return InferenceKind(module=COMPUTE_MODULE, args=compute_args)

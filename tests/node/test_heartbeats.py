@@ -69,8 +69,9 @@ class FakeSwarm:
 class World:
     def __init__(self, directory: Path, *relays: FakeRelay, **options: Any) -> None:
         self.relays, self.swarm = relays, FakeSwarm(*relays)
-        self.board = StatusBoard(role="inference", peer_id=ALICE.peer_id, run="test")
-        pulse = Pulse(ALICE, MANIFEST.id, self.board, role="inference", data_dir=directory)
+        role = options.pop("role", "inference")
+        self.board = StatusBoard(role=role, peer_id=ALICE.peer_id, run="test")
+        pulse = Pulse(ALICE, MANIFEST.id, self.board, role=role, data_dir=directory)
         self.heart = Heartbeats(pulse, cast(Swarm, self.swarm), self.board, **options)
 
     async def beat(self, times: int = 1) -> None:
@@ -123,9 +124,10 @@ async def test_a_key_speaks_to_the_same_relays_whoever_has_it() -> None:
 # One key is one node.
 
 
-async def test_newcomer_with_the_key_of_a_working_node_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("role", ["inference", "validator", "trainer"])
+async def test_newcomer_with_the_key_of_a_working_node_ends(tmp_path: Path, role: str) -> None:
     """A key that was copied to a second computer."""
-    world = World(tmp_path, FakeRelay("one"), FakeRelay("two", problem=SECOND))
+    world = World(tmp_path, FakeRelay("one"), FakeRelay("two", problem=SECOND), role=role)
     with pytest.RaisesGroup(SecondInstance, allow_unwrapped=True):
         await world.beat()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import trio
-from factories import make_submission, make_verdict
+from factories import OPERATOR, make_submission, make_verdict
 from relay_world import MANIFEST, Relay, loopback, make_head, serving
 
 from node.ledger import fetch, pull
@@ -157,6 +157,9 @@ class Source:
         self.entries = entries
         self.asked = 0
 
+    async def head(self) -> None:
+        """It has met none."""
+
     async def ledger_entries(self, start: int) -> list[bytes]:
         self.asked += 1
         return self.entries[start : start + 4]
@@ -219,6 +222,62 @@ async def test_one_lying_relay_makes_no_audit_accuse_an_innocent_validator(
 
 async def ready(head: Any) -> Any:
     return head
+
+
+@pytest.mark.parametrize("lengths", [(12, 12), (12, 6), (6, 12)])
+async def test_an_audit_from_outside_sees_that_relays_hold_two_ledgers(
+    tmp_path: Path, lengths: tuple[int, int]
+) -> None:
+    """A trainer shows one relay another ledger than the rest; whoever audits asks both, and keeps the proof."""
+    from typer.testing import CliRunner
+
+    from cli import app
+
+    true, other = [*entries_of(ALICE), *entries_of(BOB)], [*entries_of(BOB), *entries_of(ALICE)]
+    heads = [
+        head_over(ledger[:length], at)
+        for at, (ledger, length) in enumerate(zip((true, other), lengths, strict=True), 2)
+    ]
+    out = tmp_path / "out"
+    with trio.fail_after(30):
+        async with loopback() as (aio, http):
+            relays = [Relay(who, tmp_path / name, aio) for who, name in ((CAROL, "one"), (ALICE, "two"))]
+            async with serving(aio, relays[0]), serving(aio, relays[1]):
+                for relay, ledger, head in zip(relays, (true, other), heads, strict=True):
+                    relay.meet_trainer(head)
+                    relay.desk.extend_ledger(ledger[: head.record.ledger_length], head)
+                clients = [relay.client(http) for relay in relays]
+                swarm: Any = SimpleNamespace(clients=clients, manifest=MANIFEST, wait_head=partial(ready, heads[0]))
+                await fetch.fetch_records(swarm, out, lambda _: None)
+    (proof,) = (out / "forks").iterdir()
+    assert {open_proof(proof.read_bytes()).shorter.id, open_proof(proof.read_bytes()).longer.id} == {
+        head.id for head in heads
+    }
+    report = audit_material(find_material(out), say=lambda _: None, processes=0)
+    assert report.breaches_by_kind == {"fork": 1}
+    assert (report.breaches[0].who, str(proof) in report.breaches[0].what) == (str(OPERATOR.peer_id), True)
+    checked = CliRunner().invoke(app, ["audit", "--fork", str(proof)])
+    assert (checked.exit_code, "signed both" in checked.stdout) == (1, True)
+
+
+async def test_relays_that_lag_or_are_ahead_are_no_fork(tmp_path: Path) -> None:
+    """A run that goes on: each relay holds another length of one ledger."""
+    entries = entries_of(ALICE)
+    out = tmp_path / "out"
+    with trio.fail_after(30):
+        async with loopback() as (aio, http):
+            relays = [Relay(who, tmp_path / str(at), aio) for at, who in enumerate((CAROL, ALICE, BOB))]
+            async with serving(aio, relays[0]), serving(aio, relays[1]), serving(aio, relays[2]):
+                for relay, length in zip(relays, (4, 2, 6), strict=True):
+                    head = head_over(entries[:length], length)
+                    relay.meet_trainer(head)
+                    relay.desk.extend_ledger(entries[:length], head)
+                clients = [relay.client(http) for relay in relays]
+                head = head_over(entries[:4], 4)
+                swarm: Any = SimpleNamespace(clients=clients, manifest=MANIFEST, wait_head=partial(ready, head))
+                await fetch.fetch_records(swarm, out, lambda _: None)
+    assert not (out / "forks").exists()
+    assert audit_material(find_material(out), say=lambda _: None, processes=0).clean
 
 
 # Far behind.

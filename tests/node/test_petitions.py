@@ -3,102 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+import msgspec
 import pytest
-import trio
-import trio.testing
+from collector_world import ALICE, BOB, CARL, DAVE, RUN, THREE, hard, worlds
 from factories import (
-    OPERATOR,
     VALIDATOR,
     make_admission,
     make_answer,
     make_appeal,
     make_invite,
-    make_manifest,
     make_submission,
     make_verdict,
+    sealed,
 )
 
-from node.feeds import Feeds
-from node.ledger.log import LedgerLog
-from node.relay_client import FeedItem
-from node.trainer.collector import Collector
-from protocol.envelope import Signed
-from protocol.identity import Identity
-from protocol.ledger import LedgerState
-from protocol.records import AdmissionSpec, Eviction, Manifest, Reinstatement
-
-RUN = b"r" * 32
-ALICE, BOB = Identity.from_phrase("alice"), Identity.from_phrase("bob")
-CARL, DAVE = Identity.from_phrase("carl"), Identity.from_phrase("dave")
-THREE = tuple(who.peer_id.public_key for who in (VALIDATOR, CARL, DAVE))
-
-
-class FakeRelay:
-    def __init__(self) -> None:
-        self.peer_id = Identity.from_phrase("relay").peer_id
-
-    async def file(self, submission: Signed[Any], path: Path) -> None:
-        await trio.lowlevel.checkpoint()
-        path.write_bytes(b"rollouts")
-
-
-class FakeFeeds:
-    def __init__(self) -> None:
-        self.relay, self.silent = FakeRelay(), frozenset[Any]()
-        self._send, self._receive = trio.open_memory_channel[FeedItem](100)
-        self.taken = 0
-
-    def say(self, *records: Signed[Any]) -> None:
-        for number, signed in enumerate(records):
-            self._send.send_nowait(FeedItem(seq=number + 1, signed=signed))
-
-    async def next(self) -> tuple[FakeRelay, FeedItem]:
-        return self.relay, await self._receive.receive()
-
-    def done(self, relay: FakeRelay, item: FeedItem) -> None:
-        self.taken += 1
-
-
-class World:
-    """A trainer's collector and its ledger."""
-
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
-        self.feeds = FakeFeeds()
-        self.ledger = LedgerLog(directory / "ledger", LedgerState(RUN, manifest))
-        self.collector = Collector(OPERATOR, self.ledger, cast(Feeds, self.feeds), directory / "rollouts")
-
-    @property
-    def state(self) -> LedgerState:
-        return self.ledger.state
-
-    def standing(self, who: Identity) -> str:
-        return self.state.contributors[who.peer_id].standing
-
-    def kinds(self) -> list[str]:
-        from protocol.envelope import kind_of
-
-        return [kind_of(entry) for entry in self.ledger.entries(0, 99)]
-
-    async def hear(self, *records: Signed[Any]) -> None:
-        wanted = self.feeds.taken + len(records)
-        self.feeds.say(*records)
-        with trio.fail_after(10):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self.collector.run)
-                while self.feeds.taken < wanted:
-                    await trio.testing.wait_all_tasks_blocked(0.01)
-                nursery.cancel_scope.cancel()
-
-
-def worlds(tmp_path: Path, **manifest: Any) -> World:
-    return World(tmp_path, make_manifest(**manifest))
-
-
-def hard(submission: Signed[Any], by: Identity) -> Signed[Any]:
-    return make_verdict(submission, by=by, outcome="reject", hard=True, reason="seed: made up")
-
+from protocol.records import AdmissionSpec, Draw, Eviction, Reinstatement
 
 # Admission.
 
@@ -153,6 +74,39 @@ async def test_lone_validator_lets_no_cheat_through(tmp_path: Path) -> None:
     await world.hear(work, make_verdict(work, by=VALIDATOR), hard(work, CARL), hard(work, DAVE))
     assert world.standing(BOB) == "evicted"
     assert world.state.usable(0) == []
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"contributor": BOB.peer_id.public_key},
+        {"step": 2},
+        {"draw": Draw(drawn=False, rate=0.25, why="not drawn", beacon=b"", receipt=b"")},
+    ],
+    ids=["contributor", "step", "draw"],
+)
+async def test_verdict_that_the_ledger_refuses_takes_no_other_with_it(tmp_path: Path, lie: dict[str, Any]) -> None:
+    """A validator signs what no ledger takes about a submission, so that nobody's verdict on it is counted."""
+    world = worlds(tmp_path, validators=THREE, quorum=2)
+    work = make_submission(ALICE, RUN)
+    await world.hear(work, make_verdict(work, **lie), make_verdict(work, by=CARL), make_verdict(work, by=DAVE))
+    assert world.state.submissions[work.id].state == "accepted"
+    assert world.kinds() == ["submission", "verdict", "verdict"]
+
+
+async def test_verdicts_about_nothing_fill_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A validator signs verdicts about submissions that do not exist, for ever."""
+    monkeypatch.setattr("node.trainer.collector.MAX_CASES", 5)
+    world = worlds(tmp_path, validators=THREE, quorum=2)
+    work, other = make_submission(ALICE, RUN), make_submission(BOB, RUN)
+    verdict = make_verdict(work).record
+    ids = [bytes([number]) * 32 for number in range(20)]
+    made_up = [sealed(msgspec.structs.replace(verdict, submission=key), VALIDATOR) for key in ids]
+    await world.hear(other, *made_up, work, make_verdict(work, by=CARL), make_verdict(work, by=DAVE))
+    assert world.state.submissions[work.id].state == "accepted"
+    assert len(world.collector._cases) <= 5
+    await world.hear(make_verdict(other, by=CARL), make_verdict(other, by=DAVE))
+    assert world.state.submissions[other.id].state == "accepted"
 
 
 async def test_verdict_beyond_the_quorum_stays_free_for_an_appeal(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from relay_world import CAROL, MANIFEST, Relay, loopback, make_head, make_notice
 
 from node.clock import now_ms
 from node.membership import ACTIVE_S
+from node.relay import desk
 from node.relay.hearts import Hearts
 from node.relay_client import RelayClient
 from p2p.bridge import AioThread
@@ -37,7 +39,7 @@ from protocol.envelope import Signed
 from protocol.errors import RefusedError
 from protocol.identity import Identity
 from protocol.ledger import next_tip, open_entry
-from protocol.records import AdmissionSpec, Appeal, Manifest, Verdict
+from protocol.records import AdmissionSpec, Appeal, BatchSpec, CreditSpec, Manifest, Verdict
 
 ALICE, BOB, MALLORY, DAVE = (Identity.from_phrase(name) for name in ("alice", "bob", "mallory", "dave"))
 CONTENT = b"rollouts" * 500
@@ -276,6 +278,115 @@ async def test_appeals_that_cannot_be_are_refused_by_name(build: Build) -> None:
     with trio.fail_after(10):
         await site.client(ALICE).post_appeal(rejected.appeal().data)
     assert await code(rejected.appeal(reason="and again")) == "appeal-duplicate-appeal"
+
+
+async def test_appeal_that_nobody_could_tell_is_filed_once_more_and_no_third_time(build: Build) -> None:
+    """A second one before the first has ended, two at once, and a third one after the second has ended likewise."""
+    site = await build(SHARED)
+    rejected, client = Rejected(site), site.client(ALICE)
+    appeals = [rejected.appeal(reason=reason) for reason in ("first", "second", "third", "fourth")]
+
+    def nobody_could_tell(appeal: Signed[Appeal], reason: str) -> None:
+        answer = make_answer(rejected.work, appeal, by=DAVE, outcome="undecided", reason=reason)
+        site.enter(appeal.data, answer.data)
+
+    with trio.fail_after(20):
+        assert await client.post_appeal(appeals[0].data) == "taken"
+        assert await refused(lambda: client.post_appeal(appeals[1].data)) == "appeal-duplicate-appeal"
+        nobody_could_tell(appeals[0], "file: lost")
+        assert await client.post_appeal(appeals[0].data) == "undecided"
+        assert await client.post_appeal(appeals[1].data) == "taken"
+        assert await client.post_appeal(appeals[1].data) == "taken"
+        assert await refused(lambda: client.post_appeal(appeals[2].data)) == "appeal-duplicate-appeal"
+        feed = await site.client(OPERATOR).feed(0, kinds=[Appeal.KIND])
+        assert [item.signed.id for item in feed] == [one.id for one in appeals[:2]]
+        nobody_could_tell(appeals[1], "file: lost")
+        assert await client.post_appeal(appeals[1].data) == "undecided"
+        assert await refused(lambda: client.post_appeal(appeals[3].data)) == "appeal-duplicate-appeal"
+        assert [row.state for row in (await client.standing()).appeals] == ["undecided", "undecided"]
+
+
+async def test_decision_that_follows_an_undecided_verdict_is_taken_and_no_other_one(build: Build) -> None:
+    """A validator that says this first, then that, then this again."""
+    site = await build(SHARED)
+    work, client = site.work(ALICE), site.client(DAVE)
+    sorry = make_verdict(work, by=DAVE, outcome="undecided", reason="internal: x")
+    decision = make_verdict(work, by=DAVE)
+    with trio.fail_after(10):
+        for verdict in (sorry, sorry, decision, sorry, decision):
+            await client.post_verdict(verdict.data)
+        feed = await client.feed(0, kinds=[Verdict.KIND])
+        assert [item.signed.id for item in feed] == [sorry.id, decision.id]
+    for later in (
+        make_verdict(work, by=DAVE, outcome="reject", reason="sampling: x"),
+        make_verdict(work, by=DAVE, outcome="undecided", reason="internal: y"),
+    ):
+        assert await refused(lambda data=later.data: client.post_verdict(data)) == "already-judged"
+
+
+async def test_appeal_of_yesterday_is_followed_and_not_taken_anew(build: Build) -> None:
+    """The same command again, days later; and an appeal that was signed long ago and never reached a relay."""
+    clock = Clock()
+    site = await build(SHARED, clock=clock)
+    rejected = Rejected(site)
+    old, appeal = rejected.appeal(issued_at_ms=now_ms() - 2 * DAY_MS), rejected.appeal()
+    assert await refused(lambda: site.client(ALICE).post_appeal(old.data)) == "bad-clock"
+    with trio.fail_after(10):
+        assert await site.client(ALICE).post_appeal(appeal.data) == "taken"
+        clock.ms += 2 * DAY_MS
+        assert await site.client(ALICE).post_appeal(appeal.data) == "taken"
+        site.enter(appeal.data)
+        assert await site.client(ALICE).post_appeal(appeal.data) == "open"
+
+
+def trained(site: Site, steps: int) -> None:
+    """Steps with work of BOB's."""
+    for step in range(len(site.relay.desk.ledger.state.trained), steps):
+        work = site.work(BOB, step=step, checkpoint_step=step, sha256=step.to_bytes(32, "big"))
+        batch = make_batch(site.manifest.id, step, [work])
+        site.enter(work.data, make_verdict(work).data, batch, make_trained(site.manifest.id, step))
+
+
+async def test_files_are_kept_for_appeals_that_may_come_and_later_ones_are_told(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Judged late, appealed against as late as may be, and once more: its file is there until no appeal can come."""
+    monkeypatch.setattr(desk, "KEEP_FILE_STEPS", 1)
+    batch = BatchSpec(rollouts_per_step=4, max_staleness=0, total_steps=99)
+    window = {"batch": batch, "credits": CreditSpec(maturity_steps=2)}
+    site = await build(msgspec.structs.replace(SHARED, **window))
+    work, client, heads = site.work(ALICE), site.client(ALICE), itertools.count(3)
+
+    def beat(step: int) -> bool:
+        """Whether the file is still there with this step's head."""
+        state = site.relay.desk.ledger.state
+        at = {"step": step, "checkpoint_step": step, "oldest_checkpoint_step": step}
+        head = make_head(next(heads), run_id=site.manifest.id, ledger_length=state.length, ledger_tip=state.tip, **at)
+        site.relay.desk.accept_head(head.data)
+        return (site.directory / "relay" / "submissions" / work.id.hex()).exists()
+
+    with trio.fail_after(20):
+        await client.submit(work.data, write_file(site.directory, CONTENT))
+        trained(site, 2)
+        verdict = make_verdict(work, outcome="reject", reason="sampling: margin")
+        site.enter(work.data, verdict.data)
+        trained(site, 4)
+        assert beat(4)
+        first, second, third = (make_appeal(ALICE, verdict, reason=one, issued_at_ms=now_ms()) for one in "abc")
+        assert await client.post_appeal(first.data) == "taken"
+        site.enter(first.data)
+        trained(site, 6)
+        assert beat(6)  # long after it was rejected, but another validator needs it
+        site.enter(make_answer(work, first, by=DAVE, outcome="undecided", reason="file: x").data)
+        trained(site, 8)
+        assert beat(8)
+        assert await client.post_appeal(second.data) == "taken"
+        trained(site, 9)
+        assert not beat(9)
+        with pytest.raises(RefusedError, match="more than 2 steps ago") as caught:
+            await client.post_appeal(third.data)
+    assert caught.value.code == "appeal-too-late"
+    assert "relays keep the file no longer" in caught.value.hint
 
 
 async def test_where_every_validator_has_judged_no_appeal_is_taken(build: Build) -> None:

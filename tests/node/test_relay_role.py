@@ -37,7 +37,7 @@ from p2p.shardcast.patches import PatchStore
 from p2p.shardcast.store import CheckpointStore
 from protocol.envelope import Signed, open_envelope
 from protocol.errors import ConfigError, RefusedError
-from protocol.identity import Identity
+from protocol.identity import Identity, PeerId
 from protocol.ledger import next_tip, open_entry
 from protocol.records import CheckpointManifest, Head, Manifest, RelayAdvert
 from protocol.run import RunAddress
@@ -73,6 +73,10 @@ class FakeDiscovery:
         await trio.lowlevel.checkpoint()
         self.lookups += 1
         return self.adverts
+
+    async def find_advert(self, peer_id: PeerId) -> Signed[RelayAdvert] | None:
+        await trio.lowlevel.checkpoint()
+        return next((one for one in self.adverts if one.author == peer_id), None)
 
     async def find_run(self, address: RunAddress) -> Signed[Manifest] | None:
         await trio.lowlevel.checkpoint()

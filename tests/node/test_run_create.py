@@ -8,10 +8,11 @@ import pytest
 
 from environments.sort_digits import SortDigits
 from node.run_create import create_run, model_directory, model_spec
+from node.run_membership import admission_warning
 from protocol.errors import ConfigError, DataDirError, EnvironmentUnknown, ModelError
 from protocol.identity import Identity
 from protocol.run import RunAddress
-from trainer.recipe import ASSETS_DIR, RECIPES_DIR
+from trainer.recipe import ASSETS_DIR, OPEN_WORK_BITS, RECIPES_DIR
 
 DEMO_POLICY = ASSETS_DIR / "sort-digits"
 DEMO = (RECIPES_DIR / "demo.toml").read_text()
@@ -60,6 +61,25 @@ def test_the_manifest_says_what_the_recipe_and_the_model_say(tmp_path):
     assert manifest.rollouts_per_submission == 32
     assert manifest.recipe == hashlib.sha256((tmp_path / "run" / "recipe.toml").read_bytes()).digest()
     assert (tmp_path / "run" / "recipe.toml").read_text() == DEMO
+
+
+@pytest.mark.parametrize(
+    ("said", "bits", "warned"),
+    [
+        ("", OPEN_WORK_BITS, False),
+        ("work_bits = 0", 0, True),
+        ("work_bits = 1", 1, False),
+        ('kind = "invite"', 0, False),
+        ('kind = "invite"\nwork_bits = 2', 2, False),
+        (f'kind = "allow-list"\nallowed = ["{BOB.peer_id}"]', 0, False),
+    ],
+)
+def test_new_keys_cost_something_unless_the_operator_says_otherwise(tmp_path, said, bits, warned):
+    """Free identities: whoever was evicted comes back at once under another key."""
+    asked = next(line for line in DEMO.splitlines() if line.startswith("work_bits"))
+    admission = create(tmp_path, recipe_file(tmp_path, (asked, said))).manifest.record.admission
+    assert admission.work_bits == bits
+    assert bool(admission_warning(admission)) == warned
 
 
 def test_the_initial_policy_is_laid_out_whole_and_without_strangers(tmp_path, model):

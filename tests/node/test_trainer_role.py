@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from factories import OPERATOR, make_manifest, make_submission, make_verdict, sealed
 
 from node.ledger.log import LedgerLog
@@ -82,6 +83,9 @@ class FakeRelay:
 
 
 class FakeCollector:
+    def catch_up(self) -> None:
+        pass
+
     async def run(self) -> None:
         await trio.sleep_forever()
 
@@ -108,8 +112,10 @@ def ledger(tmp_path: Path) -> LedgerLog:
     return ledger
 
 
-def trainer(ledger: LedgerLog, directory: Path, *, step: int, relay: FakeRelay | None = None) -> TrainerRole:
-    board = StatusBoard(role="trainer", peer_id=OPERATOR.peer_id, run="test")
+def trainer(
+    ledger: LedgerLog, directory: Path, *, step: int, relay: FakeRelay | None = None, board: StatusBoard | None = None
+) -> TrainerRole:
+    board = board or StatusBoard(role="trainer", peer_id=OPERATOR.peer_id, run="test")
     parts: Any = {
         "identity": OPERATOR,
         "manifest": MANIFEST,
@@ -180,3 +186,21 @@ async def test_trainer_keeps_the_head_that_it_signed_last(ledger: LedgerLog, tmp
             nursery.cancel_scope.cancel()
     head = open_envelope((ledger.path / "head").read_bytes(), Head).require_author(OPERATOR.peer_id)
     assert (head.record.ledger_length, head.record.ledger_tip) == (2, ledger.state.tip)
+
+
+async def test_last_status_is_what_the_ledger_holds(ledger: LedgerLog, tmp_path: Path) -> None:
+    """Also of entries that came without a verdict of their own, such as an admission while the run ended."""
+    relay = FakeRelay(ledger_length=0, ledger_tip=MANIFEST.id)
+    board = StatusBoard(role="trainer", peer_id=OPERATOR.peer_id, run="test")
+    role = trainer(ledger, tmp_path, step=0, relay=relay, board=board)
+    late = make_submission(bob := Identity.from_phrase("bob"), MANIFEST.id)
+    with trio.fail_after(5):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(role.run)
+            await relay.told.wait()
+            await trio.testing.wait_all_tasks_blocked()  # the next beat is seconds away
+            ledger.append([late.data, make_verdict(late).data])
+            nursery.cancel_scope.cancel()
+    shown = {row["peer_id"]: row["credits"] for row in board.detail("contributors")}
+    assert shown == {str(peer): one.credits for peer, one in ledger.state.contributors.items()}
+    assert str(bob.peer_id) in shown

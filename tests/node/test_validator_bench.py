@@ -14,7 +14,7 @@ from node.validator.draws import PATIENCE_S, Draws
 from protocol.envelope import Signed
 from protocol.identity import Identity
 from protocol.ledger import LedgerState
-from protocol.records import Head, Submission
+from protocol.records import Draw, Head, Submission
 
 ALICE = Identity.from_phrase("alice")
 JUDGES = [VALIDATOR, *(Identity.from_phrase(f"judge {number}") for number in range(4))]
@@ -112,6 +112,35 @@ def test_settled_cases_are_given_up_by_those_who_stand_by() -> None:
     for one in judges:
         court.say(case, one, "reject")
     assert [court.turns(case)[one] for one in court.members if one not in judges] == ["never", "never"]
+
+
+@pytest.mark.parametrize("lie", [{"contributor": b"x" * 32}, {"step": 7}], ids=["contributor", "step"])
+def test_verdict_that_no_ledger_counts_sends_nobody_home(lie: dict[str, Any]) -> None:
+    """A validator names another contributor or step: if others took that for a vote, the submission would stay open."""
+    court = Court(quorum=2, judges=4)
+    court.beat()
+    case = court.case()
+    first, second = court.called(case)
+    court.say(case, first, "accept", **lie)
+    court.say(case, second, "accept")
+    assert "never" not in court.turns(case).values()
+    court.beat(REPLACE_HEADS)
+    assert len(court.called(case)) == 3
+
+
+def test_excuse_from_the_costly_checks_holds_once_the_ledger_has_it() -> None:
+    """A validator accepts unchecked, with evidence that excuses nothing."""
+    court = Court(quorum=2, judges=4)
+    court.beat()
+    case = court.case()
+    lazy = Draw(drawn=False, rate=0.25, why="not drawn", beacon=b"", receipt=b"")
+    judges = court.called(case)
+    for one in judges:
+        court.say(case, one, "accept", draw=lazy)
+    others = [one for one in court.members if one not in judges]
+    assert [court.turns(case)[one] for one in others] == ["later", "later"]
+    court.beat(REPLACE_HEADS)
+    assert [court.turns(case)[one] for one in others].count("now") == 1
 
 
 @pytest.mark.parametrize("reason", ["no beacon", "missed"])

@@ -172,7 +172,12 @@ async def publish(store: CheckpointStore, directory: Path, *, step: int = 0) -> 
 
 
 @asynccontextmanager
-async def world(tmp_path: Path, *relay_names: str, reader: Literal["real", "fake"] = "fake") -> AsyncIterator[World]:
+async def world(
+    tmp_path: Path,
+    *relay_names: str,
+    reader: Literal["real", "fake"] = "fake",
+    role: type[ValidatorRole] = ValidatorRole,
+) -> AsyncIterator[World]:
     """Relays with a head each, a published checkpoint, and a running validator."""
     async with loopback() as (aio, http), AsyncExitStack() as stack:
         relays = [Relay(Identity.from_phrase(name), tmp_path / name, aio) for name in relay_names or ("carol",)]
@@ -188,7 +193,8 @@ async def world(tmp_path: Path, *relay_names: str, reader: Literal["real", "fake
             relay.url = await stack.enter_async_context(serving_routes(aio, routes, relay.service.middleware))
             stack.callback(relay.close)
         async with trio.open_nursery() as nursery:
-            await _start_validator(made, nursery, await _start_reader(tmp_path, nursery) if reader == "real" else None)
+            real = await _start_reader(tmp_path, nursery) if reader == "real" else None
+            await _start_validator(made, nursery, real, role)
             yield made
             nursery.cancel_scope.cancel()
 
@@ -199,7 +205,9 @@ async def _start_reader(tmp_path: Path, nursery: trio.Nursery) -> RolloutReader:
     return reader
 
 
-async def _start_validator(made: World, nursery: trio.Nursery, reader: RolloutReader | None) -> None:
+async def _start_validator(
+    made: World, nursery: trio.Nursery, reader: RolloutReader | None, role: type[ValidatorRole]
+) -> None:
     adverts = [make_advert(relay.identity, relay.url) for relay in made.relays]
 
     async def find_relays() -> Any:
@@ -234,4 +242,4 @@ async def _start_validator(made: World, nursery: trio.Nursery, reader: RolloutRe
         work_dir=made.tmp_path / "work",
     )
     await swarm.wait_head(0)
-    nursery.start_soon(ValidatorRole(parts).run)
+    nursery.start_soon(role(parts).run)

@@ -8,9 +8,9 @@ import trio
 from p2p_world import ALICE, BOB, RUN, advert, make_node, pointer, running_nodes
 from trio.testing import MockClock
 
-from node.dht_show import find_run, get_record, print_record, print_run
+from node.dht_show import find_run, get_record, joined, print_record, print_run
 from p2p.peers import PeerBook, RememberedPeer
-from protocol.errors import BootstrapError, ConfigError, NodeError
+from protocol.errors import BootstrapError, ConfigError, NodeError, RelayError
 
 
 async def asked(tmp_path, ask):
@@ -41,6 +41,25 @@ async def test_record_is_shown_with_its_times(tmp_path, capsys, key):
     assert found["record"]["kind"] == ("run-pointer" if key == "run" else "relay-advert")
     print_record(found)
     assert "valid for" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("errors", "raised"),
+    [((RelayError("no relay has it"),), RelayError), ((RelayError("one"), ValueError("a bug")), ExceptionGroup)],
+)
+def test_what_fails_within_nurseries_has_its_own_name(tmp_path, errors, raised):
+    """Whoever asks through a moment's client is told what failed; what has no name is not hidden."""
+
+    async def fail(error):
+        raise error
+
+    async def ask(*_):
+        async with trio.open_nursery() as nursery:
+            for error in errors:
+                nursery.start_soon(fail, error)
+
+    with pytest.raises(raised):
+        joined(tmp_path, str(RUN), [f"/ip4/127.0.0.1/tcp/1/p2p/{BOB.peer_id}"], ask, timeout_s=5)
 
 
 async def test_remembered_peers_will_do(tmp_path):

@@ -83,6 +83,8 @@ class Model:
     cases: dict[bytes, Case] = field(default_factory=dict)
     admitted: set[Identity] = field(default_factory=set)
     evicted_for: dict[Identity, Work] = field(default_factory=dict)
+    grounds: dict[Identity, list[Work]] = field(default_factory=dict)
+    """Quorums of hard verdicts since the contributor was last evicted."""
     wait_until: dict[Identity, int] = field(default_factory=dict)
     story: list[tuple[str, Identity, int, int]] = field(default_factory=list)
     """What happened to credits: what, to whom, when by trained steps, how much."""

@@ -96,16 +96,18 @@ def test_a_granted_appeal_restores_credits_and_standing(world: World) -> None:
     assert (alice.standing, alice.credits, alice.balance.forfeited) == ("evicted", 0, 40)
     appeal = world.appeal()
     assert state.open_appeals() == [appeal.id]
-    assert state.reinstatement_due() == []
+    assert state.owed() == []
     answer = world.answer(appeal)
     assert state.open_appeals() == []
     assert state.appeals[appeal.id].state == "granted"
     assert state.submissions[world.bad.id].state == "accepted"
-    assert state.reinstatement_due() == [(world.alice.peer_id, appeal.id, answer.id)]
+    (duty,) = state.owed()
+    assert (duty.kind, duty.contributor) == ("reinstatement", world.alice.peer_id)
+    assert (duty.appeal, duty.verdict) == (appeal.id, answer.id)
     state.apply(make_reinstatement(answer, appeal).data)
     assert (alice.standing, alice.reason, alice.credits) == ("active", "", 80)
     assert (alice.balance.restored, alice.balance.forfeited, alice.rejected) == (80, 0, {})
-    assert state.reinstatement_due() == []
+    assert state.owed() == []
     state.apply(make_submission(world.alice, RUN, index=2).data)
 
 
@@ -212,7 +214,7 @@ def test_who_could_not_tell_at_the_first_appeal_decides_at_the_second(world: Wor
     second = world.appeal(reason="again")
     world.answer(second, by=JUDGES[2])
     assert world.state.submissions[world.bad.id].state == "accepted"
-    assert [appeal for _, appeal, _ in world.state.reinstatement_due()] == [second.id]
+    assert [duty.appeal for duty in world.state.owed()] == [second.id]
 
 
 def test_the_second_appeal_comes_within_the_window_too(world: World) -> None:
@@ -293,7 +295,7 @@ def test_a_verdict_that_answers_nothing_grants_nothing(world: World) -> None:
     world.appeal()
     assert refused(world.state, make_verdict(world.bad, by=JUDGES[1]).data) == "settled"
     assert world.state.submissions[world.bad.id].state == "rejected"
-    assert world.state.reinstatement_due() == []
+    assert world.state.owed() == []
 
 
 def test_reinstatements_are_the_trainers_and_need_their_ground(world: World, bob: Identity) -> None:
@@ -331,7 +333,7 @@ def test_another_appeal_does_not_undo_the_eviction(world: World) -> None:
     answer = make_answer(soft, appeal, by=JUDGES[2])
     world.state.apply(answer.data)
     assert world.state.contributors[world.alice.peer_id].balance.forfeited == 80
-    assert world.state.reinstatement_due() == []
+    assert world.state.owed() == []
     assert refused(world.state, make_reinstatement(answer, appeal).data) == "no-ground"
 
 
@@ -391,7 +393,7 @@ def test_judges_remain_for_an_appeal(alice: Identity) -> None:
     for judge in JUDGES[1:]:
         assert refused(world.state, make_verdict(world.bad, by=judge).data) == "settled"
     world.answer(world.appeal(), by=JUDGES[1])
-    assert len(world.state.reinstatement_due()) == 1
+    assert [duty.kind for duty in world.state.owed()] == ["reinstatement"]
 
 
 def test_who_could_not_tell_decides_once_later(alice: Identity) -> None:

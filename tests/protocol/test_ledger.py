@@ -60,6 +60,25 @@ def refused(state: LedgerState, entry: bytes) -> str:
     return caught.value.rule
 
 
+def test_an_old_entry_never_comes_again(state: LedgerState, alice: Identity) -> None:
+    """Steps after it was trained and is mature, somebody hands in the same entry: for its credits once more.
+
+    An id covers author, step and index; nothing is looked up as long as the index is the next one.
+    """
+    old = make_submission(alice, RUN)
+    accept(state, old)
+    state.apply(make_batch(RUN, 0, [old]))
+    state.apply(make_trained(RUN, 0))
+    for step in (1, 2):
+        accept(state, work := make_submission(alice, RUN, step=step, checkpoint_step=step))
+        state.apply(make_batch(RUN, step, [work]))
+        state.apply(make_trained(RUN, step))
+    assert refused(state, old.data) == "duplicate"
+    assert state.next_index(alice.peer_id, 0) == 1
+    again = make_submission(alice, RUN, index=1, checkpoint_step=0, sha256=old.record.sha256)
+    assert refused(state, again.data) == "duplicate-file"
+
+
 def test_accepted_work_earns_its_tokens_and_can_be_trained_once(state: LedgerState, alice: Identity) -> None:
     submission = make_submission(alice, RUN)
     accept(state, submission)
@@ -349,3 +368,17 @@ def test_a_batch_cannot_claim_a_deadline_that_has_not_passed(alice: Identity) ->
     assert refused(state, early) == "short"
     state.apply(make_batch(RUN, 0, [submission], silent=b"\x01", ended="deadline", issued_at_ms=10_001))
     assert state.committed_at_ms(1) == 10_001
+
+
+def test_grounds_against_the_evicted_ask_for_nothing_more() -> None:
+    """A cheat is caught twice with what it had handed in before: one eviction is due, and is owed until it is there."""
+    state, bob = LedgerState(RUN, make_manifest()), Identity.from_phrase("bob")
+    works = [make_submission(bob, RUN, index=index) for index in (0, 1, 2)]
+    verdicts = [make_verdict(one, outcome="reject", hard=True, reason="toploc: another model") for one in works]
+    for entry in (*works, *verdicts[:2]):
+        state.apply(entry.data)
+    assert [(duty.kind, duty.verdict, duty.entry) for duty in state.owed()] == [("eviction", verdicts[0].id, 3)]
+    state.apply(make_eviction(verdicts[0]))
+    assert state.owed() == []
+    state.apply(verdicts[2].data)
+    assert state.owed() == []

@@ -23,11 +23,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from ledger_model import TOTAL_STEPS, Case, Model, Work
 
-from protocol.envelope import Signed
+from protocol.duties import Duty
+from protocol.envelope import Signed, seal
 from protocol.errors import LedgerError
 from protocol.identity import Identity
 from protocol.ledger import LedgerState, next_tip
-from protocol.records import AdmissionSpec, BatchSpec, CreditSpec, Submission, Verdict
+from protocol.records import AdmissionSpec, BatchSpec, CreditSpec, Eviction, Reinstatement, Submission, Verdict
 
 RUN = b"r" * 32
 PEOPLE = [Identity.from_phrase(name) for name in ("alice", "bob", "carol")]
@@ -116,6 +117,10 @@ class LedgerMachine(RuleBasedStateMachine):
             work.said.append((judge.peer_id.short, verdict.record.outcome, verdict.record.hard))
             self._judged(work, judge, verdict)
             self._settled(work, before)
+            who = self._author(work)
+            caught = work.state(self.model.quorum) == "rejected" and work.hard_votes() >= self.model.quorum
+            if caught and who not in self.model.evicted_for:
+                self.model.grounds.setdefault(who, []).append(work)
 
     @precondition(lambda self: any(work.rejections for work in self.model.work.values()))
     @rule(data=st.data())
@@ -128,6 +133,7 @@ class LedgerMachine(RuleBasedStateMachine):
         just = just and verdict.record.hard and who not in self.model.evicted_for
         if self._offer(make_eviction(verdict), allowed=just):
             self.model.evicted_for[who] = work
+            self.model.grounds.pop(who, None)
             self.model.story.append(("evicted", who, self.model.trained, 0))
 
     @precondition(lambda self: any(work.rejections for work in self.model.work.values()))
@@ -176,8 +182,9 @@ class LedgerMachine(RuleBasedStateMachine):
         assert case.answer is not None
         who = self._author(case.work)
         just = case.state == "granted" and self.model.evicted_for.get(who) is case.work
-        due = (who.peer_id, case.signed.id, case.answer.id)
-        assert (due in self.state.reinstatement_due()) == just
+        due = ("reinstatement", who.peer_id, case.signed.id, case.answer.id)
+        owed = [(duty.kind, duty.contributor, duty.appeal, duty.verdict) for duty in self.state.owed()]
+        assert (due in owed) == just
         entry = make_reinstatement(case.answer, case.signed, issued_at_ms=self._number())
         if self._offer(entry.data, allowed=just):
             del self.model.evicted_for[who]
@@ -276,6 +283,19 @@ class LedgerMachine(RuleBasedStateMachine):
         assert OPERATOR.peer_id not in self.state.contributors
 
     @invariant()
+    def what_the_trainer_owes(self) -> None:
+        """Who is evicted already is not to be evicted for more; what was overturned asks for nothing."""
+        if not hasattr(self, "state"):
+            return
+        standing = {
+            who.peer_id: [work.signed.id for work in works if not work.granted]
+            for who, works in self.model.grounds.items()
+        }
+        due = {peer: works[0] for peer, works in standing.items() if works}
+        owed = {duty.contributor: duty.submission for duty in self.state.owed() if duty.kind == "eviction"}
+        assert owed == due
+
+    @invariant()
     def balances_conserve(self) -> None:
         if not hasattr(self, "state"):
             return
@@ -295,6 +315,10 @@ class LedgerMachine(RuleBasedStateMachine):
             self.state.appeals,
         )
         assert replay.usable(self.model.batches) == self.state.usable(self.model.batches)
+        assert replay.owed() == self.state.owed()
+        for duty in replay.owed():
+            replay.apply(made_of(duty))
+        assert replay.owed() == []
 
     # What rules share.
 
@@ -367,6 +391,14 @@ class LedgerMachine(RuleBasedStateMachine):
         self.taken.append(entry)
         self.tip = next_tip(self.tip, signed.id)
         return True
+
+
+def made_of(duty: Duty) -> bytes:
+    """The entry that pays a duty."""
+    names = {"run_id": RUN, "contributor": duty.contributor.public_key, "verdict": duty.verdict, "reason": "due"}
+    if duty.kind == "eviction":
+        return seal(Eviction(**names, issued_at_ms=5), OPERATOR)
+    return seal(Reinstatement(**names, appeal=duty.appeal, issued_at_ms=7), OPERATOR)
 
 
 LedgerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -58,7 +58,13 @@ def test_without_root_files_of_running_processes_may_not_grow(tmp_path, monkeypa
         assert write() == "written"
         made.fill("relay-0", [child.pid, 2**22 + 1])
         assert write() == str(errno.EFBIG)
-        made.free("relay-0", [child.pid])
+        with subprocess.Popen(["sleep", "60"]) as later:
+            made.begun("relay-0", [later.pid])
+            assert resource.prlimit(later.pid, resource.RLIMIT_FSIZE)[0] == 0
+            made.free("relay-0", [child.pid, later.pid])
+            made.begun("relay-0", [later.pid])
+            assert resource.prlimit(later.pid, resource.RLIMIT_FSIZE)[0] != 0
+            later.kill()
         assert write() == "written"
         assert resource.prlimit(child.pid, resource.RLIMIT_FSIZE)[0] == resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         child.stdin.close()

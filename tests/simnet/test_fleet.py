@@ -165,7 +165,17 @@ def test_a_wrong_clock_is_told_to_the_process_and_taken_back(small, tmp_path):
         fleet.apply(fault("disk-slow", sync_ms=20))
         fleet.apply(fault("clock"))
         assert (read_control(path).clock_ahead_s, read_control(path).sync_ms) == (30, 20)
+        hook = fleet.members["inference-0"].hook
+        assert paths_of(fleet.members["inference-0"])[0] == str(hook)
+        assert str(path) in (hook / "sitecustomize.py").read_text()
         assert not fleet.members["validator-0"].control_path.exists()
+        assert "meddled" not in paths_of(fleet.members["validator-0"])[0]
+
+
+def paths_of(member):
+    """The PYTHONPATH that a node's process was given."""
+    variables = Path(f"/proc/{member.process.pid}/environ").read_text().split("\0")
+    return next(one for one in variables if one.startswith("PYTHONPATH=")).removeprefix("PYTHONPATH=").split(":")
 
 
 def read_control(path):
@@ -271,9 +281,7 @@ def test_what_fills_a_machine_is_as_many_as_it_holds(small):
     assert fitted(scenario, None) is scenario
 
 
-def test_a_meddled_node_is_started_through_the_meddler_and_a_hostile_one_as_itself(tmp_path):
-    control = CliCommands().start(plan("inference"), replace(launch(tmp_path), control=Path("c.json")))
-    assert control[2:7] == ["-m", "simnet.meddle", "c.json", "cli", "--role"]
+def test_a_hostile_peer_is_started_as_itself(tmp_path):
     hostile = NodePlan(name="x-0", role="hostile", attack="flood", cheat=None, threads=1, nice=0, absent=False)
     line = CliCommands().start(hostile, launch(tmp_path))
     assert line[3:7] == ["simnet.hostile", "flood", "--seed", "4"]

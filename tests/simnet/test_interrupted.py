@@ -25,6 +25,7 @@ role = "validator"
 [[fleet]]
 role = "inference"
 link = "far"
+disk_mb = 16
 [until]
 timeout_s = 60
 """
@@ -57,15 +58,22 @@ def children_of(process):
 
 
 def interrupt(process, *, known=frozenset()):
-    """Ctrl-C; how long it takes until no descendant that was there, or came meanwhile, is left."""
+    """Ctrl-C in a terminal; how long it takes until no descendant that was there, or came meanwhile, is left."""
     started, seen = time.monotonic(), set(known)
-    os.kill(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)  # the tools that make the network, too, if they are in the terminal's group
     while True:
         seen |= children_of(process)
         if not ProcessTable().alive(seen) and (not children_of(process) or process.poll() is not None):
             return time.monotonic() - started
         assert time.monotonic() - started < 30, "processes are left"
         time.sleep(0.01)
+
+
+def left_of(process):
+    """Network namespaces and mounts of a simulation that has ended."""
+    begin = f"simnet-{process.pid}-"
+    names = [path.name for path in Path("/run/netns").glob(f"{begin}*")]
+    return names + [line for line in Path("/proc/self/mounts").read_text().splitlines() if begin in line]
 
 
 LONG = [
@@ -90,6 +98,7 @@ def test_all_children_are_gone_within_five_seconds(tmp_path, moment):
         assert interrupt(process, known=children_of(process)) < ALL_GONE_S
         process.communicate(timeout=30)
         assert process.returncode == 130
+        assert left_of(process) == []
     finally:
         process.kill()
         process.communicate()
@@ -101,8 +110,10 @@ def test_a_second_interrupt_while_it_closes_leaves_nothing_behind(tmp_path):
     try:
         wait_for(lambda: len(list(tmp_path.glob("out/nodes/*/data/status.url"))) == 4, timeout_s=60)
         known = children_of(process)
-        os.kill(process.pid, signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)
         assert interrupt(process, known=known) < ALL_GONE_S
+        process.communicate(timeout=30)
+        assert left_of(process) == []
     finally:
         process.kill()
         process.communicate()

@@ -3,6 +3,7 @@ import signal
 
 import pytest
 
+from protocol.errors import NodeError
 from simnet.interrupts import interruptible, shielded
 
 
@@ -27,6 +28,18 @@ def test_a_shield_keeps_it_back_until_all_are_gone():
     with pytest.raises(KeyboardInterrupt):
         act()
     assert seen == ["inner", "outer"]
+
+
+def test_what_fails_behind_a_shield_after_a_signal_is_an_interrupt_all_the_same():
+    """A tool that the same Ctrl-C ended is no error of its own."""
+
+    def act():
+        with interruptible(), shielded():
+            os.kill(os.getpid(), signal.SIGINT)
+            raise NodeError("the tool was killed")
+
+    with pytest.raises(KeyboardInterrupt):
+        act()
 
 
 def test_a_shield_without_a_signal_changes_nothing():

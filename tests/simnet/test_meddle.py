@@ -1,6 +1,7 @@
-"""What goes wrong inside a node's process, seen from such a process."""
+"""What goes wrong inside a node's processes, seen from such processes."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -8,7 +9,7 @@ import time
 import pytest
 from simnet_world import wait_for
 
-from simnet.meddle import Control, write_control
+from simnet.meddle import Control, write_control, write_hook
 
 MODULE = """
 import json, os, sqlite3, sys, time
@@ -29,25 +30,72 @@ for line in sys.stdin:
     changed = time.monotonic() - started
     print(json.dumps([now_ms() / 1000, time.time(), synced, changed]), flush=True)
 """
+NODE = """
+import json, sys
+import trio
+from pathlib import Path
+from node.compute.process import ComputeProcess
+
+async def main():
+    compute = ComputeProcess("writing_compute", name="compute", log_path=Path(sys.argv[1] + ".log"))
+    async with trio.open_nursery() as nursery:
+        await nursery.start(compute.run)
+        for line in sys.stdin:
+            print(json.dumps(await compute.call("write", timeout_s=30, path=sys.argv[1])), flush=True)
+        nursery.cancel_scope.cancel()
+
+trio.run(main)
+"""
+COMPUTE = """
+import time
+from pathlib import Path
+from node.compute.serve import serve
+from protocol.atomic import write_atomically
+
+def write(path):
+    started = time.monotonic()
+    write_atomically(Path(path), b"policy")
+    return [time.time(), time.monotonic() - started]
+
+serve({"write": write})
+"""
 
 
 @pytest.fixture
-def node(tmp_path):
-    """A process with a control file; gives what it finds of its clock and disk."""
-    (tmp_path / "meddled_module.py").write_text(MODULE)
+def start(tmp_path):
+    """Starts a module's process under a control file; gives a function that reads what it finds of clock and disk."""
+    for name, code in {"meddled_module": MODULE, "node_module": NODE, "writing_compute": COMPUTE}.items():
+        (tmp_path / f"{name}.py").write_text(code)
     write_control(tmp_path / "control.json", Control())
-    command = [sys.executable, "-m", "simnet.meddle", str(tmp_path / "control.json"), "meddled_module"]
-    with subprocess.Popen(
-        [*command, str(tmp_path / "file")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path
-    ) as process:
+    write_hook(tmp_path / "hook", tmp_path / "control.json")
+    paths = [str(tmp_path / "hook"), str(tmp_path), *filter(None, sys.path)]
+    processes = []
+
+    def begin(module):
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, str(tmp_path / "file")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+        processes.append(process)
 
         def look():
             process.stdin.write("\n")
             process.stdin.flush()
             return json.loads(process.stdout.readline())
 
-        yield look
-        process.stdin.close()
+        return look
+
+    yield begin
+    for process in processes:
+        process.communicate(timeout=30)
+
+
+@pytest.fixture
+def node(start):
+    return start("meddled_module")
 
 
 def test_a_clock_moves_while_the_node_runs_and_back_again(node, tmp_path):
@@ -64,3 +112,12 @@ def test_a_slow_disk_takes_longer_to_make_things_durable(node, tmp_path):
     write_control(tmp_path / "control.json", Control(sync_ms=100))
     wait_for(lambda: node()[2] >= 0.1)
     assert node()[3] >= 0.2
+
+
+def test_a_slow_disk_and_a_wrong_clock_reach_the_compute_process(start, tmp_path):
+    """One that the node starts as it always does: a policy is made durable there, not in the network process."""
+    compute = start("node_module")
+    assert abs(compute()[0] - time.time()) < 30
+    write_control(tmp_path / "control.json", Control(clock_ahead_s=7200, sync_ms=150))
+    wait_for(lambda: compute()[1] >= 0.15)
+    assert compute()[0] > time.time() + 7000

@@ -7,13 +7,14 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from simnet_world import wait_for
 
-from protocol.errors import NodeError
+from protocol.errors import ConfigError, NodeError
 from simnet import netns, network
 from simnet.fleet import free_ports
-from simnet.network import NamespaceNetwork, Network, ProxyNetwork, make_network
+from simnet.network import NamespaceNetwork, Network, ProxyNetwork, check_network, make_network
 from simnet.scenario import parse_scenario
 
 needs_namespaces = pytest.mark.skipif(bool(netns.why_not()), reason=netns.why_not() or "-")
@@ -114,8 +115,18 @@ def test_without_root_proxies_stand_in_and_say_what_they_leave_out(linked, monke
     assert isinstance(made, ProxyNetwork)
     assert made.notes == (
         "links are imitated by proxies on loopback, without network namespaces: this is not root",
-        "no node lies behind a translating router, which needs namespaces",
+        "nobody lies behind a translating router, which needs namespaces: inference-0",
     )
+
+
+def test_a_scenario_that_is_about_namespaces_is_refused_by_name_without_them(linked, monkeypatch):
+    about = msgspec.structs.replace(linked, network="namespaces")
+    monkeypatch.setattr(netns, "why_not", lambda: "this is not root")
+    with pytest.raises(ConfigError, match=r"'linked' is about what only .* there are none here: this is not root"):
+        check_network(about)
+    assert len(check_network(linked)) == 2
+    monkeypatch.setattr(netns, "why_not", lambda: "")
+    assert check_network(about) == ()
 
 
 def test_plain_scenarios_have_plain_loopback(small):

@@ -5,7 +5,9 @@ import re
 import pytest
 from simnet_world import peer_id
 
-from simnet.gather import Contributor, Details, EvaluationSeen, PassSeen, RelaySeen, parse_status
+from simnet.gather import Contributor, Details, EvaluationSeen, NodeRecord, PassSeen, RelaySeen, parse_status
+from simnet.oracles import Evidence
+from simnet.oracles.books import Books, Judge
 from simnet.report import build_report, write_report
 from simnet.scenario import Expect
 from simnet.summary import Downloads
@@ -53,6 +55,13 @@ def test_what_patches_spared_is_added_over_everyone_who_downloads(recording, tmp
 def test_a_run_without_downloads_says_nothing_of_patches(recording, tmp_path):
     write_report(recording, tmp_path)
     assert "policies came as" not in (tmp_path / "report.html").read_text()
+
+
+def test_what_this_machine_could_not_do_is_said_in_both_reports(recording, tmp_path):
+    recording.notes = ["no packets are lost, which needs namespaces: home-0 <b>"]
+    report, path = write_report(recording, tmp_path)
+    assert json.loads(path.read_bytes())["notes"] == report.notes == recording.notes
+    assert "no packets are lost, which needs namespaces: home-0 &lt;b&gt;" in (tmp_path / "report.html").read_text()
 
 
 def test_what_each_node_took_of_the_machine_is_shown(recording, tmp_path):
@@ -139,10 +148,32 @@ def test_each_expectation_decides(recording, expect, met):
     assert [expectation.met for expectation in report.expectations] == [met] * len(expect)
 
 
+@pytest.mark.parametrize(
+    ("overruled", "met"),
+    [
+        ({"liar": 3, "honest": 0}, True),
+        ({"liar": 0, "honest": 0}, False),
+        ({"liar": 3, "honest": 1}, False),
+        ({}, None),
+    ],
+)
+def test_liars_are_told_from_others_by_the_ledger(recording, overruled, met):
+    keys = {name: peer_id(name) for name in ("liar", "honest")}
+    recording.nodes += [
+        NodeRecord("liar", "validator", keys["liar"], "framer"),
+        NodeRecord("honest", "validator", keys["honest"]),
+    ]
+    judges = [Judge(keys[name], 9, count) for name, count in overruled.items()]
+    judges.append(Judge(peer_id("silent"), 0, 0))
+    report = build_report(recording, Evidence(recording, Books(judges=judges)))
+    assert report.liars_overruled is met
+    assert (report.cheats, report.cheats_evicted) == (1, 1)  # contributors are counted, not validators
+
+
 @pytest.mark.parametrize("name", Expect.__struct_fields__)
 def test_every_expectation_has_a_rule_and_none_holds_of_a_run_that_never_began(recording, name):
     recording.nodes = []
-    truths = dict.fromkeys(("cheats_evicted", "weights_from_relays_only", "evaluation_rises"), True)
+    truths = dict.fromkeys(("cheats_evicted", "liars_overruled", "weights_from_relays_only", "evaluation_rises"), True)
     goal = truths.get(name, 0 if name.endswith("ed") else 1)
     (expectation,) = expecting(recording, **{name: goal}).expectations
     assert expectation.met == (name in ("cheats_accepted", "honest_rejected", "unexpected_exits"))

@@ -122,11 +122,18 @@ def test_what_the_run_never_comes_to_is_refused_before_anything_starts(scenario,
 
 
 def test_the_plan_is_told_without_starting_anything():
-    lines = runner.plan_scenario("soak", seed=3, short=True)
+    lines = runner.plan_scenario("soak", seed=3, short=True)  # with its recipe, but nothing is started
     assert "relay-0: relay" in lines
     assert [line for line in lines if "trainer-0 restart" in line]
     assert lines[:-1] == runner.plan_scenario("soak", seed=3, short=True)[:-1]
     assert lines[-1].startswith("about ")
+
+
+def test_a_plan_is_refused_as_the_simulation_would_be(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(SCENARIO.replace("total_steps", "total_stepz"))
+    with pytest.raises(ConfigError, match="total_stepz"):
+        runner.plan_scenario(path)
 
 
 def test_a_trainer_may_crash_and_come_back(scenario, tmp_path):

@@ -54,7 +54,9 @@ def test_nodes_of_several_entries_are_numbered_through(small):
         (lambda t: t["fleet"][0].update(rôle="trainer"), "unknown name"),
         (lambda t: t["fleet"][0].update(role="trainr"), "unknown role 'trainr'; did you mean 'trainer'"),
         (lambda t: t["fleet"][4].update(cheat="wrong-modle"), "did you mean 'wrong-model'"),
-        (lambda t: t["fleet"][0].update(cheat="wrong-model"), "a cheat is an inference node"),
+        (lambda t: t["fleet"][0].update(cheat="wrong-model"), "wrong-model is an inference node"),
+        (lambda t: t["fleet"][4].update(cheat="framer"), "framer is a validator"),
+        (lambda t: t.update(expect={"liars_overruled": True}), "has no validator that lies"),
         (lambda t: t["fleet"].append({"role": "trainer"}), "2 trainers"),
         (lambda t: t["fleet"].pop(1), "no relay"),
         (lambda t: t["fleet"].pop(2), "no validator"),
@@ -104,6 +106,10 @@ def test_nodes_of_several_entries_are_numbered_through(small):
         (lambda t: (t["fleet"].pop(), t.update(expect={"cheats_evicted": True})), "its fleet has no cheat"),
         (lambda t: (t["fleet"].pop(3), t.update(expect={"steps_at_least": 2})), "no honest contributor to train on"),
         (lambda t: t.update(until={"step": 3}, expect={"steps_at_least": 4}), "4 steps, but ends at step 3"),
+        (lambda t: t.update(fault=[fault(action="kill", at_s=31.0)]), "is to kill at 31 s, but .* timeout_s is 30"),
+        (lambda t: t["fleet"][3].update(join_at_s=40.0), "inference-0 is to join at 40 s"),
+        (lambda t: t.update(random=[draw(from_s=3.0, to_s=40.0)]), "number 1 is to end at 40 s"),
+        (lambda t: t.update(until={"step": 3}, fault=[fault(action="kill", at_step=4)]), "to kill at step 4"),
     ],
 )
 def test_what_is_wrong_is_named_with_the_nearest_right_name(small, change, message):

@@ -12,6 +12,7 @@ from simnet.timeline import describe, plan_faults
 @pytest.fixture
 def drawn(small):
     small["fleet"][3]["count"] = 3
+    small["until"] = {"timeout_s": 100}
     small["random"] = [
         {"nodes": "inference-*", "actions": ["kill", "stop", "partition"], "count": 12, "from_s": 5, "to_s": 50},
         {"nodes": "relay-0", "actions": ["clock", "disk-slow", "restart"], "count": 6, "from_step": 2, "to_step": 9},
@@ -74,6 +75,7 @@ def test_nodes_that_match_a_pattern_are_parted_from_the_rest_together(small):
 
 
 def test_staggered_joins_and_leaves_are_faults(small):
+    small["until"] = {"timeout_s": 100}
     small["fleet"][3].update(count=3, join_at_s=10, join_every_s=5, leave_at_s=60, leave_every_s=1)
     scenario = parse_scenario(small, name="x")
     assert [plan.absent for plan in scenario.nodes() if plan.name.startswith("inference")] == [True] * 3
