@@ -16,15 +16,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+EXIT_INTERRUPTED = 130
 
-from node.commands import care, config, data, env, identity, ledger, look, membership, policy, runs, watch
-from node.commands.common import JsonOption, emit
-from node.commands.settings import given_settings, resolved_settings, with_settings
-from node.config import NodeConfig, variable
-from node.logs import printable, set_up_logging
-from node.version import SOFTWARE
-from protocol.errors import ConfigError, NodeError
+try:
+    import typer
+
+    from node.commands import care, config, data, env, identity, ledger, look, membership, policy, runs, watch
+    from node.commands.common import JsonOption, emit
+    from node.commands.settings import given_settings, resolved_settings, with_settings
+    from node.config import NodeConfig, variable
+    from node.logs import printable, set_up_logging
+    from node.version import SOFTWARE
+    from protocol.errors import ConfigError, NodeError
+except KeyboardInterrupt:  # before `main` could see to it
+    sys.exit(EXIT_INTERRUPTED)
 
 app = typer.Typer(
     add_completion=True,
@@ -61,6 +66,8 @@ def main() -> None:
         app(prog_name="intellect-node")
     except SystemExit as ended:
         sys.exit(_flushed(ended.code))
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
         sys.exit(_report(error))
 
@@ -110,7 +117,9 @@ def _start_node(config: NodeConfig) -> None:
 
 @simnet_app.command("run")
 def run_simulation(
-    scenario: Annotated[str, typer.Argument(help="A shipped scenario's name, or a TOML file.")],
+    scenario: Annotated[
+        str, typer.Argument(help="A shipped scenario's name, or a TOML file: a scenario, or a recipe.")
+    ],
     out: OutOption = None,
     seed: SeedOption = 0,
     short: ShortOption = False,
@@ -118,7 +127,7 @@ def run_simulation(
         bool, typer.Option("--plan", help="Print nodes, faults and the memory they take, and start nothing.")
     ] = False,
 ) -> None:
-    """Run a scenario: nodes, faults and cheats on this machine, and a report."""
+    """Run a scenario: nodes, faults and cheats on this machine, and a report. A recipe is given a small fleet."""
     set_up_logging("warning")
     from simnet.runner import plan_scenario, run_scenario
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 
-from bench.harness import Result, as_json, benchmark_names, load_benchmark, show
+from bench.harness import PIPED_WIDTH, Result, as_json, benchmark_names, load_benchmark, show
 from bench.report import write_sections
 from protocol.atomic import write_atomically
 from protocol.errors import NodeError
@@ -28,11 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=None, help="Write the line of JSON to this file too.")
     parser.add_argument("--write", type=Path, default=None, help="Put tables and statements into this Markdown file.")
     options = parser.parse_args(arguments)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
     if options.name is None:
         for name, what in benchmark_names().items():
             console.print(f"{name:12} {what}", markup=False, highlight=False, soft_wrap=True)
         return 0
+    before = signal.signal(signal.SIGTERM, _leave)
     try:
         bench = load_benchmark(
             options.name,
@@ -46,8 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except NodeError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
+    finally:
+        signal.signal(signal.SIGTERM, before)
     show(options.name, result, console)
     return 0 if result.met else 1
+
+
+def _leave(number: int, _: object) -> NoReturn:
+    """As an exception, so that what a benchmark has begun is put away: its temporary directory, its processes."""
+    sys.exit(128 + number)
 
 
 def _at_least_one(text: str) -> int:

@@ -21,6 +21,8 @@ from bench.report import Section
 from protocol.errors import ConfigError
 
 FUNCTION: Final = "bench"
+PIPED_WIDTH: Final = 240
+"""Columns where there is no terminal: headings of wide tables are not cut then."""
 _DIRECTORY: Final = Path(__file__).parent
 
 

@@ -61,6 +61,11 @@ class Rates:
     def bytes(self) -> float:
         return self.bytes_in + self.bytes_out
 
+    @property
+    def messages(self) -> float:
+        """HTTP requests that it made, and messages of the DHT that it sent."""
+        return self.requests + self.dht_messages
+
 
 @dataclass(frozen=True)
 class Point:
@@ -81,6 +86,11 @@ class Point:
         """Bytes a second of a contributor beside policies, if those cost as many as they are long."""
         return self.node.bytes - self.node.policy_bytes
 
+    @property
+    def messages_beside_policies(self) -> float:
+        """Requests and messages a second of a contributor beside those for policies."""
+        return self.node.messages - self.node.asked.get(FOR_POLICIES, 0.0)
+
     def of_a_step(self, every_s: float, with_policy: float) -> float:
         """What is `every_s` a second, and `with_policy` a second because of policies, in a step of STEP_S.
 
@@ -100,7 +110,7 @@ def bench(*, quick: bool, only: str | None = None) -> Result:
         growing, shared = (Shape(int(only), 1, STEP_S),), ()
     settle_s, watch_s = (0.0, QUICK_S) if quick else (SETTLE_S, WATCH_S)
     found = [measure(shape, settle_s=settle_s, watch_s=watch_s) for shape in (*growing, *shared)]
-    return result_of(found[: len(growing)], [*found[len(growing) :], found[len(growing) - 1]])
+    return result_of(found[: len(growing)], [*found[len(growing) :], found[len(growing) - 1]], quick=quick)
 
 
 def measure(shape: Shape, *, settle_s: float, watch_s: float) -> Point:
@@ -164,14 +174,14 @@ def _mean(each: Sequence[Rates]) -> Rates:
     return Rates(asked={name: total / len(each) for name, total in asked.items()}, **means)
 
 
-def result_of(growing: Sequence[Point], shared: Sequence[Point]) -> Result:
-    """Figures, tables, goals."""
+def result_of(growing: Sequence[Point], shared: Sequence[Point], *, quick: bool = False) -> Result:
+    """Figures and tables; goals and what follows on paper, unless it was too `quick` to say."""
     result = Result()
     for series, points in (("growing", growing), ("shared", shared)):
         for point in points:
             _add_figures(result.figures, f"{series}_{point.shape.contributors}", point)
     result.tables = [_table(title, points) for title, points in _titles(growing, shared)]
-    if len(growing) < 2:
+    if quick or len(growing) < 2:
         return result
     for name, of in _CONTRIBUTOR.items():
         result.figures[f"contributor_{name}_growth"] = spread([of(point) for point in growing])
@@ -185,6 +195,7 @@ def result_of(growing: Sequence[Point], shared: Sequence[Point]) -> Result:
     for one in needs:
         result.figures[f"{one.policy}_{one.contributors}_relays"] = one.relays
         result.figures[f"{one.policy}_{one.contributors}_trainer_mbit"] = one.trainer_mbit
+        result.figures[f"{one.policy}_{one.contributors}_relay_messages_per_s"] = one.relay_messages_per_s
     result.tables.append(_needs_table(needs))
     return result
 
@@ -192,7 +203,7 @@ def result_of(growing: Sequence[Point], shared: Sequence[Point]) -> Result:
 _CONTRIBUTOR: Final[dict[str, Callable[[Point], float]]] = {
     "bytes": lambda point: point.of_a_step(point.beside_policies, point.node.policy_bytes),
     "messages": lambda point: point.of_a_step(
-        point.node.requests + point.node.dht_messages - point.node.asked.get(FOR_POLICIES, 0.0),
+        point.messages_beside_policies,
         point.node.asked.get(FOR_POLICIES, 0.0),
     ),
     "cpu": lambda point: point.node.cpu_ms / point.yardstick_ms,
@@ -207,15 +218,21 @@ _TRAINER: Final[dict[str, Callable[[Point], float]]] = {
 def constants_of(growing: Sequence[Point], shared: Sequence[Point]) -> Constants:
     """What the model takes from the measurements: intercepts and slopes of straight lines."""
     per_hand_in = fit([(point.node.hand_ins, point.beside_policies) for point in [*growing, *shared]])  # its file too
-    relay_cpu = fit([(point.shape.contributors / RELAYS, point.roles["relay"].cpu_ms) for point in growing])
+    per_contributor = [(point.shape.contributors / RELAYS, point.roles["relay"]) for point in growing]
+    relay_cpu = fit([(count, relay.cpu_ms) for count, relay in per_contributor])
+    relay_messages = fit([(count, relay.messages) for count, relay in per_contributor])
     every = [*growing, *shared]
     trainer = fit([(_count(point) * point.node.hand_ins, point.roles["trainer"].bytes) for point in every])
+    messages = fit([(point.node.hand_ins, point.messages_beside_policies) for point in every])
     waiting = trainer[0] - FAN_OUT_COPIES * fmean(point.node.policy_bytes for point in every)
     return Constants(
         contributor_bytes_per_s=max(0.0, per_hand_in[0]),
         relay_cpu_share=max(0.0, relay_cpu[1]) / 1e3,
         hand_in_bytes=max(0.0, per_hand_in[1]),
         trainer_bytes_per_relay_s=max(0.0, waiting) / RELAYS,
+        contributor_messages_per_s=max(0.0, messages[0]),
+        hand_in_messages=max(0.0, messages[1]),
+        relay_messages_per_s=max(0.0, relay_messages[1]),
     )
 
 
@@ -234,7 +251,11 @@ def _add_figures(figures: dict[str, float], prefix: str, point: Point) -> None:
 def _titles(growing: Sequence[Point], shared: Sequence[Point]) -> Iterable[tuple[str, Sequence[Point]]]:
     yield "one submission a step each: a second, of each node", growing
     if len(shared) > 1:
-        yield "40 submissions a step, shared: a second, of each node", sorted(shared, key=_count)
+        sizes = sorted({point.shape.contributors * point.shape.submissions_each for point in shared})
+        yield (
+            f"{' or '.join(map(str, sizes))} submissions a step, shared: a second, of each node",
+            sorted(shared, key=_count),
+        )
 
 
 def _count(point: Point) -> int:
@@ -257,13 +278,15 @@ def _table(title: str, points: Sequence[Point]) -> Table:
 
 def _needs_table(needs: Sequence[Need]) -> Table:
     table = Table(title="on paper: steps of 20 minutes, relays of 1 Gbit/s and one core", title_justify="left")
-    columns = ("policy", "contributors", "relays", "bound by", "Mbit/s a relay", "cores a relay")
-    for column in (*columns, "MB a contributor, step", "Mbit/s of the trainer", "of it for relays"):
+    columns = ("policy", "contributors", "relays", "bound by", "Mbit/s a relay", "cores a relay", "messages/s a relay")
+    of_contributors = ("MB a contributor, step", "messages a contributor, step")
+    for column in (*columns, *of_contributors, "Mbit/s of the trainer", "of it for relays"):
         table.add_column(column, justify="right")
     for one in needs:
         table.add_row(
             *(one.policy, f"{one.contributors:,}", str(one.relays), one.bound_by, f"{one.relay_mbit:.0f}"),
-            *(f"{one.relay_cpu_share:.2f}", f"{one.contributor_mb_per_step:.0f}", f"{one.trainer_mbit:.1f}"),
+            *(f"{one.relay_cpu_share:.2f}", f"{one.relay_messages_per_s:.0f}", f"{one.contributor_mb_per_step:.0f}"),
+            *(f"{one.contributor_messages_per_step:,.0f}", f"{one.trainer_mbit:.1f}"),
             f"{one.trainer_share_of_relays:.0%}",
         )
     return table

@@ -239,13 +239,13 @@ def _private_mb(pid: int) -> float:
 @contextmanager
 def _shared_engine(socket: Path, plan: NodePlan) -> Iterator[None]:
     command: Sequence[str] = [sys.executable, "-P", "-m", "simnet.light.shared_compute", str(socket)]
-    with shielded():
+    with shielded(), (socket.parent / "engine.log").open("wb") as log:
         process = subprocess.Popen(
             command,
             env=environment_of(plan),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=(socket.parent / "engine.log").open("wb"),
+            stderr=log,
             start_new_session=True,
         )
     try:

@@ -51,6 +51,12 @@ class Constants:
     hand_in_bytes: float
     """Of one submission: record, receipt, verdict, their answers, and the small file that it was measured with."""
     trainer_bytes_per_relay_s: float
+    contributor_messages_per_s: float
+    """HTTP requests and the DHT's messages that it sends, beside those for policies."""
+    hand_in_messages: float
+    """More of them for each submission."""
+    relay_messages_per_s: float
+    """That a relay sends itself, for each contributor that it has to itself."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,10 @@ class Need:
     """Of each relay's link, over a whole step."""
     relay_cpu_share: float
     """Cores of each relay."""
+    relay_messages_per_s: float
+    """That reach each relay from contributors, and that it sends."""
     contributor_mb_per_step: float
+    contributor_messages_per_step: float
     trainer_mbit: float
     """Of the trainer's link, both directions, over a whole step."""
     trainer_share_of_relays: float
@@ -90,7 +99,8 @@ def need(constants: Constants, contributors: int, policy: str) -> Need:
     """What so many contributors with a policy of that name need."""
     size = PARAMETERS[policy] * BYTES_PER_PARAMETER
     patch, rollouts = size / PATCH_FACTOR, ROLLOUTS_PER_STEP * TOKENS_PER_ROLLOUT * BYTES_PER_TOKEN
-    hand_ins = rollouts + ROLLOUTS_PER_STEP / ROLLOUTS_PER_SUBMISSION * constants.hand_in_bytes
+    submissions = ROLLOUTS_PER_STEP / ROLLOUTS_PER_SUBMISSION
+    hand_ins = rollouts + submissions * constants.hand_in_bytes
     waiting = contributors * constants.contributor_bytes_per_s * STEP_S
     sent = contributors * (patch + NEWCOMERS * size)
     busy_s = contributors * constants.relay_cpu_share * STEP_S + sent / 1e9 * SERVING_CPU_S_PER_GB
@@ -105,6 +115,7 @@ def need(constants: Constants, contributors: int, policy: str) -> Need:
     relays = math.ceil(bounds[bound_by])
     of_relays = relays * constants.trainer_bytes_per_relay_s * STEP_S
     trainer = FAN_OUT_COPIES * patch + hand_ins + of_relays
+    said = contributors * constants.contributor_messages_per_s + submissions * constants.hand_in_messages / STEP_S
     return Need(
         contributors=contributors,
         policy=policy,
@@ -112,6 +123,8 @@ def need(constants: Constants, contributors: int, policy: str) -> Need:
         bound_by=bound_by,
         relay_mbit=(sent + waiting + CARRIED * hand_ins) / relays * 8e-6 / STEP_S,
         relay_cpu_share=busy_s / relays / STEP_S,
+        relay_messages_per_s=(said + contributors * constants.relay_messages_per_s) / relays,
+        contributor_messages_per_step=said * STEP_S / contributors,
         contributor_mb_per_step=(patch + constants.contributor_bytes_per_s * STEP_S + hand_ins / contributors) / 1e6,
         trainer_mbit=trainer * 8e-6 / STEP_S,
         trainer_share_of_relays=of_relays / trainer,

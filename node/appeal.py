@@ -1,4 +1,4 @@
-"""`intellect-node appeal`: ask for another validator's judgement, and say how far that is.
+"""`intellect-node appeal`: ask for other validators' judgement, and say how far that is.
 
 Works beside a running node and after one that was evicted: with the directory's key, through the relays that it knows.
 The appeal is kept in the directory, so the same command again goes on with it instead of making a second one.
@@ -19,8 +19,9 @@ from node.clock import now_ms
 from node.datadir import make_directory
 from node.dht_show import joined
 from node.inference.outbox import Outbox
+from node.inference.standing import answers_text
 from node.logs import printable
-from node.membership import MAX_ASKED
+from node.membership import MAX_ASKED, AppealRow
 from node.relay_client import RelayClient
 from node.status import StatusBoard
 from node.swarm import Swarm, remembered_manifest
@@ -29,7 +30,6 @@ from p2p.bridge import AioThread
 from p2p.contacts import Contacts
 from p2p.discovery import P2PNode
 from p2p.http import HttpClient
-from protocol.appeals import MAX_FILINGS
 from protocol.atomic import write_atomically
 from protocol.envelope import Signed, open_envelope, seal
 from protocol.errors import ConfigError, DataDirError, NodeError, ProtocolError, RefusedError, RelayError
@@ -177,29 +177,44 @@ async def _follow(swarm: Swarm, petition: Signed[Appeal], *, evicts: bool, wait_
             await trio.sleep(POLL_S)
             latest = await _stage(swarm.clients, petition, evicts=evicts)
             if latest != stage:
-                say(SAID["given up" if latest.name == "undecided" and not latest.once_more else latest.name])
+                say(latest.text)
             stage = latest
-    found = {"appeal": petition.id.hex(), "submission": petition.record.submission.hex(), "state": stage.name}
-    return found | ({"once_more": stage.once_more} if stage.name == "undecided" else {})
+    return {
+        "appeal": petition.id.hex(), "submission": petition.record.submission.hex(), "state": stage.name, **stage.found
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Stage:
-    """How far an appeal is; `once_more`: one that ended undecided was the first about its submission."""
+    """How far an appeal is, with its row once it is in the ledger."""
 
     name: str
-    once_more: bool = False
+    row: AppealRow | None = None
+
+    @property
+    def text(self) -> str:
+        given_up = self.name == "undecided" and self.row is not None and not self.row.once_more
+        said = SAID["given up" if given_up else self.name]
+        return f"{said} ({answers_text(self.row)})" if self.row is not None else said
+
+    @property
+    def found(self) -> dict[str, Any]:
+        """What the command says of the answers."""
+        if (row := self.row) is None:
+            return {}
+        answers = {"answers": {"accept": row.accepts, "reject": row.rejects, "needed": row.needed}}
+        return answers | ({"once_more": row.once_more} if self.name == "undecided" else {})
 
 
 SAID: Final = {
     "taken": "a relay has it; the trainer writes it into the ledger",
-    "open": "it is in the ledger, and waits for a validator that has not judged the submission",
-    "granted": "granted: the other validator accepts the submission, and it earns its credits",
+    "open": "it is in the ledger, and waits for validators that have not judged the submission",
+    "granted": "granted: other validators accept the submission, and it earns its credits",
     "returning": "granted; the trainer takes the eviction back",
     "reinstated": "granted, and the eviction is taken back with what it took: start the node again",
-    "refused": "refused: the other validator rejects it too; the next appeal has to wait",
-    "undecided": "no validator that was left could tell; it may be filed once more: run the same command again",
-    "given up": "no validator that was left could tell, for the second time: the rejection stays",
+    "refused": "refused: other validators reject it too; the next appeal has to wait",
+    "undecided": "too few validators that were left agree; it may be filed once more: run the same command again",
+    "given up": "too few validators that were left agree, and it cannot be filed again: the rejection stays",
 }
 
 
@@ -245,10 +260,9 @@ async def _stage(clients: Sequence[RelayClient], petition: Signed[Appeal], *, ev
             standing = await client.standing()
         except (RelayError, ProtocolError):
             continue
-        about = [row for row in standing.appeals if row.submission == petition.record.submission]
-        state = next((row.state for row in about if row.appeal == petition.id), "taken")
-        if state != "granted" or not evicts:
-            return _Stage(state, once_more=state == "undecided" and len(about) < MAX_FILINGS)
+        row = next((row for row in standing.appeals if row.appeal == petition.id), None)
+        if row is None or row.state != "granted" or not evicts:
+            return _Stage("taken" if row is None else row.state, row)
         returning = standing.standing == "evicted" and standing.evicted_for == petition.record.submission
-        return _Stage("returning" if returning else "reinstated")
+        return _Stage("returning" if returning else "reinstated", row)
     return _Stage("taken")

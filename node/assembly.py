@@ -26,6 +26,7 @@ from node.heartbeats import Heartbeats, Pulse
 from node.inference.outbox import Outbox
 from node.inference.role import InferenceParts, InferenceRole
 from node.joining import Node, join_swarm, show_discovery
+from node.ledger.compact import live_state
 from node.ledger.follow import LedgerFollower
 from node.ledger.log import LedgerLog
 from node.ledger.witness import DIRECTORY as FORKS
@@ -62,7 +63,6 @@ from protocol.checkpoint import CheckpointRules
 from protocol.envelope import Signed
 from protocol.errors import ConfigError
 from protocol.identity import PeerId
-from protocol.ledger import LedgerState
 from protocol.records import Admission, Appeal, Manifest, Submission, Verdict
 from trainer.recipe import load_recipe
 
@@ -182,7 +182,8 @@ async def _inference(node: Node, services: trio.Nursery, kind: InferenceKind) ->
     compute = await _compute(node, services, kind.module, kind.args)
     _, swarm = await join_swarm(node, services)
     await require_machine(swarm.manifest.record.environment)
-    outbox = Outbox(node.path("outbox.sqlite"), quorum=swarm.manifest.record.quorum)
+    run = swarm.manifest.record
+    outbox = Outbox(node.path("outbox.sqlite"), quorum=run.quorum, validators=len(run.validators))
     invite = kept_invite(node.data.path, node.config.invite, swarm.manifest)
     _start_heart(node, services, swarm, role="inference")
     services.start_soon(node.sources.follow, partial(_follower, node, swarm, _witness(node, swarm)))
@@ -243,7 +244,7 @@ async def _trainer(node: Node, services: trio.Nursery) -> Role:
     compute = await _compute(
         node, services, "node.trainer.compute", [str(node.data.sub("training")), str(run_dir / "recipe.toml")]
     )
-    ledger = LedgerLog(node.path("ledger"), LedgerState(manifest.id, manifest.record, operator=manifest.author))
+    ledger = LedgerLog(node.path("ledger"), live_state(manifest))
     store = CheckpointStore(node.data.sub("checkpoints"), keep=manifest.record.batch.max_staleness + SPARE_CHECKPOINTS)
     door = OriginDoor()
     certificate = load_or_create_certificate(node.data.path)
@@ -307,9 +308,7 @@ async def _watch(node: Node, services: trio.Nursery) -> Role:
 
 
 def _follower(node: Node, swarm: Swarm, witness: ForkWitness) -> LedgerFollower:
-    manifest = swarm.manifest
-    state = LedgerState(manifest.id, manifest.record, operator=manifest.author)
-    ledger = LedgerLog(node.path("ledger"), state, mends=True)
+    ledger = LedgerLog(node.path("ledger"), live_state(swarm.manifest), mends=True)
     return LedgerFollower(swarm, ledger, witness)
 
 

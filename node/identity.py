@@ -126,6 +126,11 @@ def _read_private(path: Path) -> bytes:
                     hint=f"chmod 600 {path}",
                 )
             return file.read(_MAX_FILE_BYTES + 1)
+    except FileNotFoundError as error:
+        raise IdentityError(
+            f"there is no key file {path}: no node has run in that directory, or another one is meant",
+            hint=f"intellect-node id --data-dir {path.parent} makes a key; `ls {path.parent}` shows what is there",
+        ) from error
     except OSError as error:
         raise IdentityError(
             f"cannot read the key file {path}: {error.strerror}", hint=f"look at its owner: ls -l {path}"

@@ -97,6 +97,7 @@ async def join_swarm(
             await swarm.wait_manifest()
     if joining.cancelled_caught:
         raise _not_found(node, p2p)
+    node.board.waiting("the run's head: its trainer has not opened the first step yet, or no relay has heard of it")
     return p2p, swarm
 
 

@@ -30,6 +30,13 @@ class AppealRow(msgspec.Struct, frozen=True):
     submission: Id
     state: Literal["open", "granted", "refused", "undecided"]
     answer: Annotated[bytes, Meta(max_length=32)]
+    """The verdict that decided it; empty while none has."""
+    accepts: int
+    rejects: int
+    needed: int
+    """So many validators must say the same."""
+    once_more: bool
+    """Whether it ended undecided, and the same verdict may be appealed against again."""
 
 
 class SubmissionRow(msgspec.Struct, frozen=True):

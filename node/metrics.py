@@ -28,7 +28,7 @@ CHECKS: Final = frozenset(
     {"dtype", "duplicate", "file", "history", "internal", "length", "logprob", "policy", "prompt", "proof-shape"}
     | {"reward", "sampling", "schema", "termination", "toploc"}
     | {"already-judged", "duplicate-index", "finished", "future-step", "malformed", "not-yours", "over-cap"}
-    | {"stale-step", "too-large"}
+    | {"over-tokens", "stale-step", "too-large"}
 )
 """Names of checks and of relays' refusals; any other reason is counted as OTHER, for relays may invent them."""
 OTHER: Final = "other"

@@ -156,8 +156,8 @@ class RelayClient:
         """Hand in a submission and its file; doing it again gives the same receipt.
 
         RefusedError codes: evicted, finished, wrong-run, stale-step, future-step, over-cap, duplicate-index, too-large,
-        bad-hash, bad-signature, bad-clock, disk-full, node-quota, step-quota, busy, timeout, no-manifest, no-head,
-        not-yours, not-allowed, too-many-requests.
+        over-tokens, bad-hash, bad-signature, bad-clock, disk-full, node-quota, step-quota, busy, timeout, no-manifest,
+        no-head, not-yours, not-allowed, too-many-requests.
         """
         submission = open_envelope(envelope, Submission)
         size = submission.record.size

@@ -1,8 +1,9 @@
 """Getting a rejection judged once more: the ledger's rules for appeals and their answers.
 
-Once for each verdict, one at a time for each contributor, within the validity window, and answered by a validator that
-has not decided about the submission before. Whoever was wrong to appeal waits as long as a window is before the next
-one. Where none of those who are left can tell, the appeal ends, and may be filed once more.
+Once for each verdict, one at a time for each contributor, within the validity window, and answered by validators that
+have not decided about the submission before: as many must agree as for a verdict, or all that were left by its judges
+where these are fewer. Answers are to the submission: those to an appeal that ended without a decision count on. Whoever
+was wrong to appeal waits as long as a window is before the next one.
 """
 
 from __future__ import annotations
@@ -32,11 +33,42 @@ class LedgerAppeal:
     place: int
     """Number of its entry."""
     state: AppealState = "open"
-    """`undecided`: every validator that was left could not tell."""
+    """`undecided`: of those who were left not enough agreed, and no others remained to be asked."""
     answer: bytes = b""
-    """Id of the verdict that granted or refused it."""
+    """Id of the verdict with which enough agreed, so that it granted or refused it."""
     ended_step: int = 0
     """Steps that were trained when it ended undecided."""
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What the validators that did not judge a submission at first say of it."""
+
+    needed: int
+    """So many must say the same."""
+    accepts: int
+    rejects: int
+    left: int
+    """How many may yet answer."""
+
+    @property
+    def state(self) -> AppealState:
+        """What becomes of an appeal."""
+        if self.accepts >= self.needed:
+            return "granted"
+        if self.rejects >= self.needed:
+            return "refused"
+        return "open" if self.missing <= self.left else "undecided"
+
+    @property
+    def missing(self) -> int:
+        """Answers that it takes at the least to decide."""
+        return self.needed - max(self.accepts, self.rejects)
+
+    @property
+    def may_grant(self) -> bool:
+        """Whether those who are left can still grant it."""
+        return self.accepts + self.left >= self.needed
 
 
 @dataclass
@@ -46,16 +78,42 @@ class Appeals:
     window_steps: int
     """As long as credits take to mature."""
     validators: Set[PeerId]
+    quorum: int
+    """So many validators must agree for a verdict."""
     cases: dict[bytes, LedgerAppeal] = field(default_factory=dict)
     """By the appeal's id."""
     _filed: dict[bytes, list[bytes]] = field(default_factory=dict)
     """By verdict that was appealed against: the appeals, one or two."""
     _open: dict[PeerId, bytes] = field(default_factory=dict)
-    """By contributor: its appeal that nobody has answered."""
+    """By contributor: its appeal that waits for answers."""
 
     def open_ids(self) -> list[bytes]:
-        """Appeals that wait for an answer, in ledger order."""
+        """Appeals that wait for answers, in ledger order."""
         return sorted(self._open.values(), key=lambda appeal: self.cases[appeal].place)
+
+    def tally(self, submission: LedgerSubmission, appeal: bytes = b"") -> Tally:
+        """How the answers about a rejected submission stand; who could not tell on `appeal` is not left for that one.
+
+        How many are needed is the same at each of its appeals, so that nobody makes himself the only one who is left.
+        """
+        said = [one.record for one in list(submission.verdicts.values())]
+        decided = [record for record in said if record.outcome != "undecided"]
+        answers = [record.outcome for record in decided if record.appeal]
+        unsure = sum(record.outcome == "undecided" and bool(appeal) and record.appeal == appeal for record in said)
+        beside_judges = len(self.validators) - (len(decided) - len(answers))
+        return Tally(
+            needed=max(1, min(self.quorum, beside_judges)),
+            accepts=answers.count("accept"),
+            rejects=answers.count("reject"),
+            left=beside_judges - len(answers) - unsure,
+        )
+
+    def once_more(self, appeal: bytes, submission: LedgerSubmission, *, trained: int) -> bool:
+        """Whether the verdict may be appealed against again: nobody decided at the first appeal, and others may yet."""
+        case = self.cases[appeal]
+        in_time = trained - case.ended_step <= self.window_steps
+        first = case.state == "undecided" and len(self._filed[case.record.verdict]) < MAX_FILINGS
+        return first and in_time and self.tally(submission).may_grant
 
     def check(
         self, entry: Signed[Appeal], submission: LedgerSubmission | None, contributor: Contributor, *, trained: int
@@ -69,6 +127,8 @@ class Appeals:
         before = [self.cases[key] for key in self._filed.get(record.verdict, ())]
         if entry.id in self.cases or len(before) >= MAX_FILINGS or any(one.state != "undecided" for one in before):
             _refuse("duplicate-appeal", "this verdict was appealed against before")
+        if any(one.state == "refused" for one in self._about(submission)):
+            _refuse("duplicate-appeal", "an appeal about this submission was refused before")
         rejections = {one.id for one in submission.rejections()}
         if submission.state != "rejected" or submission.settled_step is None or record.verdict not in rejections:
             _refuse("not-rejected", f"the submission is {submission.state}, and the verdict none that rejects it")
@@ -79,17 +139,23 @@ class Appeals:
             _refuse("too-late", f"it was rejected more than {self.window_steps} steps ago")
         if trained < contributor.next_appeal:
             _refuse("too-soon", f"an appeal was refused before; the next one is after step {contributor.next_appeal}")
-        if self.validators <= submission.decided():
-            _refuse("nobody-left", "every validator of this run has decided about the submission")
+        if not (tally := self.tally(submission)).may_grant:
+            what = f"{tally.needed - tally.accepts} more must accept, and {tally.left} are left that have not decided"
+            _refuse("nobody-left", f"too few validators of this run could still be asked: {what}")
 
     def may_come(self, submission: LedgerSubmission, *, trained: int) -> bool:
         """Whether a validator may yet have to judge a submission for an appeal: one that is open, or could be filed."""
         if submission.state != "rejected" or submission.settled_step is None:
             return False
-        filed = [self._filed.get(one.id, []) for one in submission.rejections()]
-        cases = [self.cases[appeal] for each in filed for appeal in each]
+        cases = self._about(submission)
+        states = {one.state for one in cases}
         since = max([submission.settled_step, *(one.ended_step for one in cases)])
-        return any(one.state == "open" for one in cases) or trained - since <= self.window_steps
+        in_time = trained - since <= self.window_steps
+        return "open" in states or (in_time and "refused" not in states and self.tally(submission).may_grant)
+
+    def _about(self, submission: LedgerSubmission) -> list[LedgerAppeal]:
+        filed = [self._filed.get(one.id, []) for one in submission.rejections()]
+        return [self.cases[appeal] for each in filed for appeal in each]
 
     def add(self, entry: Signed[Appeal], place: int) -> None:
         """Take one in that was checked."""
@@ -97,8 +163,8 @@ class Appeals:
         self._filed.setdefault(entry.record.verdict, []).append(entry.id)
         self._open[entry.author] = entry.id
 
-    def asked(self, verdict: Verdict) -> LedgerAppeal:
-        """The appeal that a verdict may answer. Raises LedgerError."""
+    def require_open(self, verdict: Verdict) -> None:
+        """Raise LedgerError unless a verdict may answer the appeal that it names."""
         case = self.cases.get(verdict.appeal)
         if case is None or case.record.submission != verdict.submission:
             _refuse("appeal", "the verdict answers an appeal that is not in the ledger, or about something else")
@@ -106,20 +172,19 @@ class Appeals:
             _refuse("appeal", f"the verdict answers an appeal that was {case.state} before")
         if verdict.outcome == "accept" and not verdict.draw.drawn:
             _refuse("draw", "the verdict grants an appeal without the costly checks")
-        return case
 
-    def close(self, case: LedgerAppeal, answer: Signed[Verdict]) -> None:
-        """An answer that decides it."""
-        case.state = "granted" if answer.record.outcome == "accept" else "refused"
-        case.answer = answer.id
-        del self._open[case.author]
-
-    def could_not_tell(self, appeal: bytes, submission: LedgerSubmission, *, trained: int) -> None:
-        """One more validator answers so: the appeal ends where that was the last one left."""
-        case, asked = self.cases[appeal], self.validators - submission.decided()
-        if all(peer in submission.verdicts and submission.verdicts[peer].record.appeal == appeal for peer in asked):
-            case.state, case.ended_step = "undecided", trained
+    def answered(self, answer: Signed[Verdict], submission: LedgerSubmission, *, trained: int) -> LedgerAppeal:
+        """One more answer, which the submission has by now: enough agree with it, or another is needed, or none is left
+        that could be asked."""
+        case = self.cases[answer.record.appeal]
+        case.state = self.tally(submission, answer.record.appeal).state
+        if case.state != "open":
             del self._open[case.author]
+        if case.state == "undecided":
+            case.ended_step = trained
+        elif case.state != "open":
+            case.answer = answer.id
+        return case
 
     @property
     def wait_steps(self) -> int:

@@ -23,7 +23,8 @@ class Duty:
     contributor: PeerId
     submission: bytes
     verdict: bytes
-    """Id of the hard verdict with which the quorum was reached, or of the answer that grants the appeal."""
+    """Id of the hard verdict with which the quorum was reached, or of the answer that completes those
+    which grant the appeal."""
     appeal: bytes
     """Id of the appeal; empty for an eviction."""
     entry: int

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import sys
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
@@ -14,7 +15,11 @@ Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-z0-9][a-z0
 Text = Annotated[str, Meta(max_length=1024)]
 Url = Annotated[str, Meta(max_length=256, pattern=r"^https://[!-~]+\Z")]
 """Whoever may be asked something is asked over TLS: a token must never travel in clear."""
-Threshold = Annotated[float, Meta(ge=0)]  # refuses NaN, which every measurement would pass
+_LARGEST: Final = sys.float_info.max
+Number = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
+"""Any finite number: a bound refuses NaN as well. Every float of a record has two."""
+Threshold = Annotated[float, Meta(ge=0, le=_LARGEST)]
+"""NaN would let every measurement pass."""
 FileName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*\Z")]
 PackageText = Annotated[str, Meta(max_length=64, pattern=r"^([A-Za-z0-9][A-Za-z0-9._+!-]*)?\Z")]
 """Name or version of a distribution: goes into commands that a person is told to run."""

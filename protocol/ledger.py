@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Final, NoReturn
 
 from protocol.admissions import Admissions
-from protocol.appeals import Appeals, LedgerAppeal
+from protocol.appeals import Appeals, LedgerAppeal, Tally
 from protocol.balances import FOR_GOOD
 from protocol.batches import fault_of
 from protocol.draw import TrackRecord, opening_heads_once, prove_undrawn
@@ -37,6 +37,9 @@ from protocol.records import (
     Verdict,
 )
 from protocol.standing import Contributor
+
+STEPS_AHEAD: Final = 1
+"""A relay takes work for one step after the one that it knows of, whose batches are all in the ledger."""
 
 
 def next_tip(tip: bytes, entry_id: bytes) -> bytes:
@@ -91,6 +94,8 @@ class LedgerState:
         """Submissions of each step's batch; the entries are in `committed`."""
         self.trained = memory.trained
         self._files = memory.files
+        self.unaccepted: dict[bytes, None] = {}
+        """Submissions that are not accepted, or not yet, in ledger order."""
         self._waiting: dict[bytes, int] = {}
         """Accepted submissions that are in no batch, and the number of their entry."""
         self._stale: dict[bytes, tuple[int, int]] = {}
@@ -98,7 +103,7 @@ class LedgerState:
         self._hard: dict[bytes, bytes] = {}
         """By hard verdict: the submission it rejects."""
         self._admissions = Admissions(run_id, manifest.admission, operator or self._trainer)
-        self._appeals = Appeals(manifest.credits.maturity_steps, frozenset(self._validators))
+        self._appeals = Appeals(manifest.credits.maturity_steps, frozenset(self._validators), manifest.quorum)
         self._duties = Duties()
         self._maturing: set[PeerId] = set()
         """Contributors with credits that are not mature."""
@@ -117,8 +122,17 @@ class LedgerState:
         return self._appeals.cases
 
     def open_appeals(self) -> list[bytes]:
-        """Appeals that wait for a validator that has not decided about the submission, in ledger order."""
+        """Appeals that wait for validators that have not decided about the submission, in ledger order."""
         return self._appeals.open_ids()
+
+    def appeal_tally(self, appeal: bytes) -> Tally:
+        """How the answers to an appeal that is in the ledger stand, those to an earlier one included."""
+        return self._appeals.tally(self.submissions[self.appeals[appeal].record.submission], appeal)
+
+    def may_appeal_again(self, appeal: bytes) -> bool:
+        """Whether what an appeal was against may be appealed against once more by now, as that one was undecided."""
+        submission = self.submissions[self.appeals[appeal].record.submission]
+        return self._appeals.once_more(appeal, submission, trained=len(self.trained))
 
     def admitted(self, peer: PeerId) -> bool:
         """Whether this key may hand in work, as far as admission goes; in a run that asks for none, everybody."""
@@ -239,6 +253,11 @@ class LedgerState:
             _refuse("duplicate-file", "this rollout file was submitted before")
         if record.index >= self.manifest.rollout.max_submissions_per_step:
             _refuse("over-cap", f"index {record.index} is over the cap of submissions a step")
+        fault = self.manifest.bounds_fault(rollouts=record.rollouts, output_tokens=record.output_tokens)
+        if fault:
+            _refuse("over-tokens", fault)
+        if record.step > len(self.batches) + STEPS_AHEAD:
+            _refuse("future", f"step {record.step}; the ledger is at step {len(self.batches)}")
         if record.index != expected:
             _refuse("not-contiguous", f"index {record.index} at step {record.step}; expected {expected}")
         fault = self.policy_fault(entry.author, record)
@@ -246,6 +265,7 @@ class LedgerState:
             _refuse("policy-back", fault)
         self.contributors.setdefault(entry.author, contributor).steps.add(record)
         self.submissions[entry.id] = LedgerSubmission(record, entry.author, self.length)
+        self.unaccepted[entry.id] = None
         self._files.add(record.sha256)
 
     def _verdict(self, entry: Signed[Verdict]) -> None:
@@ -262,19 +282,18 @@ class LedgerState:
             _refuse("mismatch", "the verdict names another contributor or step than the submission")
         if record.outcome == "accept" and not record.draw.drawn:
             self._require_undrawn(record)
-        appeal = self._appeals.asked(record) if record.appeal else None
+        if record.appeal:
+            self._appeals.require_open(record)
         submission.verdicts.pop(entry.author, None)
         submission.verdicts[entry.author] = entry
-        if record.outcome == "reject" and record.hard:
+        if record.outcome == "reject" and record.hard and not record.appeal:
             self._hard[entry.id] = record.submission
-        if appeal is None:
+        if record.appeal:
+            self._answer(submission, entry)
+        else:
             self._count(submission, record)
             if entry.id in self._hard and self.contributors[submission.author].standing == "active":
                 self._owe_if(self._hard_rejection(submission.author, entry.id), "eviction", entry)
-        elif record.outcome == "undecided":
-            self._appeals.could_not_tell(record.appeal, submission, trained=len(self.trained))
-        else:
-            self._answer(appeal, submission, entry)
 
     def _require_undrawn(self, verdict: Verdict) -> None:
         try:
@@ -286,12 +305,12 @@ class LedgerState:
         votes = [verdict.record.outcome for verdict in submission.verdicts.values()]
         contributor = self.contributors[submission.author]
         if votes.count("accept") >= self.manifest.quorum:
-            self._settle(submission, "accepted")
+            self._settle(latest.submission, "accepted")
             self._waiting[latest.submission] = submission.place
             contributor.history.add(self.length + 1, accepted=True)
             self._pay(submission)
         elif votes.count("reject") >= self.manifest.quorum:
-            self._settle(submission, "rejected")
+            self._settle(latest.submission, "rejected")
             label = _label(latest)
             contributor.rejected[label] = contributor.rejected.get(label, 0) + 1
             contributor.history.add(self.length + 1, accepted=False)
@@ -300,8 +319,11 @@ class LedgerState:
         elif latest.outcome == "undecided":
             submission.state = "undecided"
 
-    def _settle(self, submission: LedgerSubmission, state: SubmissionState) -> None:
+    def _settle(self, key: bytes, state: SubmissionState) -> None:
+        submission = self.submissions[key]
         submission.state = state
+        if state == "accepted":
+            self.unaccepted.pop(key, None)
         submission.settled_at, submission.settled_step = self.length + 1, len(self.trained)
 
     def _pay(self, submission: LedgerSubmission) -> None:
@@ -327,18 +349,21 @@ class LedgerState:
         self.check_appeal(entry)
         self._appeals.add(entry, self.length)
 
-    def _answer(self, case: LedgerAppeal, submission: LedgerSubmission, answer: Signed[Verdict]) -> None:
-        contributor = self.contributors[submission.author]
-        self._appeals.close(case, answer)
-        if answer.record.outcome == "reject":
-            contributor.next_appeal = len(self.trained) + self._appeals.wait_steps
-            return
+    def _answer(self, submission: LedgerSubmission, answer: Signed[Verdict]) -> None:
+        case = self._appeals.answered(answer, submission, trained=len(self.trained))
+        if case.state == "refused":
+            self.contributors[case.author].next_appeal = len(self.trained) + self._appeals.wait_steps
+        elif case.state == "granted":
+            self._grant(case, submission, answer)
+
+    def _grant(self, case: LedgerAppeal, submission: LedgerSubmission, answer: Signed[Verdict]) -> None:
+        contributor = self.contributors[case.author]
         label = _label(submission.rejections()[self.manifest.quorum - 1].record)
         contributor.rejected[label] -= 1
         if not contributor.rejected[label]:
             del contributor.rejected[label]
         contributor.history.overturn(submission.settled_at or 0, self.length + 1)
-        self._settle(submission, "accepted")
+        self._settle(case.record.submission, "accepted")
         submission.appeal = answer.record.appeal
         self._pay(submission)
         self._duties.overturned(case.author, case.record.submission)
@@ -392,6 +417,9 @@ class LedgerState:
         policy = submission.record.checkpoint_step
         if not step - self.manifest.batch.max_staleness <= policy <= step:
             return f"its policy is checkpoint {policy}"
+        gave = self.trained.get(policy - 1)
+        if gave is not None and gave.checkpoint != submission.record.checkpoint:
+            return f"it names another policy than the one that step {policy - 1} gave"
         return None
 
     def _trained(self, entry: Signed[Trained]) -> None:
@@ -442,11 +470,12 @@ class LedgerState:
         return evicted and case.state == "granted" and case.record.submission == contributor.evicted_for
 
     def _hard_rejection(self, peer: PeerId, verdict_id: bytes) -> bool:
+        """Whether a verdict is one of a quorum of hard ones. Answers to appeals are none: who appeals risks no more."""
         submission = self.submissions.get(self._hard.get(verdict_id, b""))
         if submission is None or submission.author != peer or submission.state != "rejected":
             return False
-        hard = [one for one in submission.verdicts.values() if one.record.outcome == "reject" and one.record.hard]
-        return len(hard) >= self.manifest.quorum
+        said = [one.record for one in submission.verdicts.values() if not one.record.appeal]
+        return sum(one.outcome == "reject" and one.hard for one in said) >= self.manifest.quorum
 
 
 def _label(rejection: Verdict) -> str:

@@ -244,3 +244,15 @@ class Manifest(Record, frozen=True, kw_only=True):
     @property
     def rollouts_per_submission(self) -> int:
         return self.rollout.group_size * self.rollout.prompts_per_submission
+
+    def bounds_fault(self, *, rollouts: int, output_tokens: int) -> str:
+        """Which bound of a submission these counts break; empty if none.
+
+        `max_new_tokens` bounds a turn, and only the environment knows of turns; `max_model_len` bounds all of them.
+        """
+        if rollouts > self.rollouts_per_submission:
+            return f"{rollouts} rollouts; a submission of this run has at most {self.rollouts_per_submission}"
+        most = rollouts * self.model.max_model_len
+        if output_tokens > most:
+            return f"{output_tokens} tokens; {rollouts} rollouts of this run have at most {most}"
+        return ""

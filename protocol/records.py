@@ -20,6 +20,7 @@ from protocol.fields import (
     FileName,
     Key,
     Name,
+    Number,
     Outcome,
     PackageText,
     ParameterName,
@@ -301,7 +302,7 @@ class Receipt(Record, frozen=True, kw_only=True):
     received_at_ms: Count
 
 
-Numbers = Annotated[dict[Annotated[str, Meta(max_length=32)], float], Meta(max_length=32)]
+Numbers = Annotated[dict[Annotated[str, Meta(max_length=32)], Number], Meta(max_length=32)]
 
 
 class CheckResult(Spec, frozen=True, kw_only=True):
@@ -344,7 +345,7 @@ class Verdict(Record, frozen=True, kw_only=True):
     reason: Text
     checks: Annotated[tuple[CheckResult, ...], Meta(max_length=32)]
     draw: Draw
-    mean_reward: float
+    mean_reward: Number
     engine: Annotated[str, Meta(max_length=64)]
     """The validator's, as the next one; empty where no costly check was made."""
     dtype: Annotated[str, Meta(max_length=16)]
@@ -382,8 +383,9 @@ class Trained(Record, frozen=True, kw_only=True):
     step: Count
     """The step that was trained; the policy it gave is checkpoint `step + 1`."""
     checkpoint: Digest
-    mean_reward: float
-    metrics: Annotated[dict[Annotated[str, Meta(max_length=32)], float], Meta(max_length=64)]
+    mean_reward: Number
+    metrics: Annotated[dict[Annotated[str, Meta(max_length=32)], Number], Meta(max_length=64)]
+    """What is not a finite number is left out."""
     issued_at_ms: Count
 
 

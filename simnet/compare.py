@@ -164,13 +164,15 @@ def _judge_bool(first: bool, second: bool) -> Judged:
 
 
 def _oracles(a: Report, b: Report) -> Iterator[Row]:
-    order = {"failed": 0, "could not tell": 1, "passed": 2}
     ours, theirs = ({one.name: one.outcome for one in report.oracles} for report in (a, b))
     for name in dict.fromkeys([*ours, *theirs]):
         first, second = ours.get(name), theirs.get(name)
         judged: Judged = ""
-        if first and second and "failed" in (first, second) and first != second:
-            judged = "better" if order[second] > order[first] else "worse"
+        if first and second and first != second:
+            if second == "failed":
+                judged = "worse"
+            elif (first, second) == ("failed", "passed"):  # that nobody can tell any more is no gain
+                judged = "better"
         yield Row("oracles", name, first or "–", second or "–", judged=judged)
 
 
@@ -186,7 +188,7 @@ def _waits(a: Report, b: Report) -> Iterator[_Figure]:
         value = partial(_wait_share, role=role, what=what)
         if max(value(a) or 0.0, value(b) or 0.0) < MIN_SHOWN_SHARE:
             continue
-        yield _Figure("waiting, of its time", f"{role} for {what}", value, _percent)
+        yield _Figure("waiting, of all its time", f"{role} for {what}", value, _percent)
 
 
 def _relays(a: Report, b: Report) -> Iterator[_Figure]:
@@ -245,6 +247,11 @@ def _patched_share(report: Report) -> float | None:
     return (found.patched_bytes + found.saved_bytes) / stood_for if stood_for else None
 
 
+def _per_step(report: Report, whole: float) -> float | None:
+    """A run that was cut short takes less of everything, and that is no gain."""
+    return whole / report.steps if report.steps else None
+
+
 def _cpu_s(report: Report) -> float:
     return sum(node.cpu_s for node in report.nodes)
 
@@ -253,19 +260,23 @@ FIGURES: Final[Sequence[_Figure]] = (
     _Figure("learning", "steps", lambda report: report.steps, _count, "more"),
     _Figure("learning", "reward, last tenth", lambda report: report.reward_last_tenth, lambda v: f"{v:.3f}", "more"),
     _Figure("learning", "reward gained", lambda report: report.reward_gain, lambda v: f"{v:+.3f}", "more"),
-    _Figure("speed", "time", lambda report: report.wall_s, format_seconds, "less"),
+    _Figure("speed", "time", lambda report: report.wall_s, format_seconds),
+    _Figure("speed", "time for each step", lambda report: _per_step(report, report.wall_s), format_delay, "less"),
     _Figure("speed", "steps a minute", lambda report: report.throughput.steps_per_min, _hundredths, "more"),
     _Figure("speed", "rollouts a second", lambda report: report.throughput.rollouts_per_s, _hundredths, "more"),
     _Figure("speed", "tokens a second", lambda report: report.throughput.tokens_per_s, _count, "more"),
-    _Figure("speed", "trainer waits", lambda report: report.trainer_wait_fraction, _percent, "less"),
-    _Figure("speed", "CPU time", _cpu_s, format_seconds, "less"),
+    _Figure(
+        "speed", "trainer waits, of waiting and training", lambda report: report.trainer_wait_fraction, _percent, "less"
+    ),
+    _Figure("speed", "CPU time", _cpu_s, format_seconds),
+    _Figure("speed", "CPU time for each step", lambda report: _per_step(report, _cpu_s(report)), format_delay, "less"),
     _Figure("trust", "accepted", lambda report: report.accepted, _count),
     _Figure("trust", "rejected", lambda report: sum(report.rejected.values()), _count),
     _Figure("trust", "honest work rejected", lambda report: report.honest_rejected, _count, "less"),
     _Figure("trust", "cheats", lambda report: report.cheats, _count),
     _Figure("trust", "cheats evicted", lambda report: report.cheats_evicted, _count),
     _Figure("trust", "cheats' work accepted", lambda report: report.cheats_accepted, _count, "less"),
-    _Figure("bytes", "relays gave out", _wire_bytes, format_bytes, "less"),
+    _Figure("bytes", "relays gave out", _wire_bytes, format_bytes),
     _Figure("bytes", "for each trained rollout", _per_rollout, format_bytes, "less"),
     _Figure("bytes", "policies that came as patches", _patched_share, _percent, "more"),
     _Figure("machine", "unexpected ends", lambda report: len(report.unexpected_exits), _count, "less"),

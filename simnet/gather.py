@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Struct, field
 
+from p2p.canary import core_wait_s
 from simnet.fleet import Fleet, Member
 from simnet.processes import ProcessTable
 from simnet.sampling import SAMPLE_S, ProcessSeen, Pulse, look, processes_within
@@ -220,6 +221,8 @@ class Recording(Struct):
     """What this machine could not do of what the scenario asks, and what was done instead."""
     late_p99_ms: int | None = None
     """How late this machine woke up a thread that only sleeps: 99 % of the times by no more."""
+    core_waits_known: bool = False
+    """Whether this machine tells for how long a thread waited for a core, which nodes take off their loops' lag."""
     against: list[VerdictRow] = []
     """The first verdicts that did not accept; the trainer itself shows its newest verdicts only."""
 
@@ -322,6 +325,7 @@ class Gatherer:
             tasks = status.details.discovery.loop.tasks if status else 0
             look(table, keys, record.processes, network_pid=member.process.pid, tasks=tasks or None)
         self.recording.late_p99_ms = self._pulse.late_ms(0.99)
+        self.recording.core_waits_known = self.recording.core_waits_known or core_wait_s() > 0
         self._look_for_left_over(members)
 
     def _look_for_left_over(self, members: list[Member]) -> None:

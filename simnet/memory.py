@@ -35,7 +35,8 @@ def fitted(scenario: Scenario, available_mb: int | None) -> Scenario:
         each_mb = _one_mb(entry) + (entry.disk_mb or 0)
         more = min(entry.count - smallest.count, max(0, free_mb) // each_mb)
         free_mb -= more * each_mb
-        fleet.append(msgspec.structs.replace(entry, count=smallest.count + more))
+        count = smallest.count + more
+        fleet.append(msgspec.structs.replace(entry, count=count, declared=entry.count if count < entry.count else None))
     return msgspec.structs.replace(scenario, fleet=tuple(fleet))
 
 

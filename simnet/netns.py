@@ -43,14 +43,19 @@ def _why_not_probed(probe: str) -> str:
     try:
         run_tool(["ip", "netns", "add", probe])
     except NodeError as error:
-        return f"this system makes no network namespaces: {error.message}"
+        return f"this system makes no network namespaces: {_first_line(error)}"
     try:
         run_tool(["nsenter", f"--net={DIRECTORY / probe}", "nft", "add table ip t"])
     except NodeError as error:
-        return f"nftables does not work here: {error.message}"
+        return f"nftables does not work here: {_first_line(error)}"
     finally:
         delete([probe])
     return ""
+
+
+def _first_line(error: NodeError) -> str:
+    """What a tool said first; nft shows its input again below it."""
+    return error.message.splitlines()[0]
 
 
 def label() -> str:

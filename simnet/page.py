@@ -125,7 +125,7 @@ def _tiles(report: Report) -> str:
             f"{report.cheats_accepted} of theirs accepted",
             "",
         ),
-        ("Trainer waits", "–" if wait is None else f"{wait:.0%}", "of its time", ""),
+        ("Trainer waits", "–" if wait is None else f"{wait:.0%}", "of its waiting and training", ""),
         ("Relays gave out", format_bytes(traffic), f"{len(report.bytes_by_relay)} relays", ""),
     ]
     return "".join(

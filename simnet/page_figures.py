@@ -69,7 +69,7 @@ def fault_marks(recording: Recording) -> list[Mark]:
 
 
 def waits(report: Report) -> str:
-    """Who waited for whom; what took no time worth a line is left out."""
+    """Who waited for whom, of all the time that a role's nodes were there; what took hardly any is left out."""
     shown = [row for row in report.waits if row.share >= MIN_SHOWN_SHARE]
     rows = [
         [
@@ -80,7 +80,7 @@ def waits(report: Report) -> str:
         ]
         for index, row in enumerate(shown)
     ]
-    return table(["who", "waited for", "of its time", "all together"], rows, none="Nobody waited.", numeric=(3,))
+    return table(["who", "waited for", "of all its time", "all together"], rows, none="Nobody waited.", numeric=(3,))
 
 
 def hops(report: Report) -> str:

@@ -8,16 +8,24 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
+from protocol.errors import ConfigError
 from simnet.scenario import RunPlan, merge_tables
 from trainer.recipe import load_recipe, parse_recipe, recipe_path
+
+MAX_SEED: Final = 2**53
+"""Of a recipe's counts."""
 
 
 def write_recipe(run: RunPlan, path: Path, *, seed: int) -> None:
     """Write the recipe that the run is created from. `seed` becomes the optimiser's. Raises ConfigError."""
+    if not 0 <= seed <= MAX_SEED:
+        raise ConfigError(
+            f"--seed is {seed}, which is not between 0 and 2^53", hint="give another one, such as --seed 0"
+        )
     load_recipe(run.recipe)
     base = tomllib.loads(recipe_path(run.recipe).read_text(encoding="utf-8"))
     table = merge_tables(merge_tables(base, {"optimiser": {"seed": seed}}), run.overrides)

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 ROUND_S = 0.5
 START_TIMEOUT_S = 120.0
 FINISH_GRACE_S = 20.0
+STUCK_AFTER_S = 60.0
+"""What is on its way when the last node of a role has died may still make a step."""
 EXIT_INTERRUPTED = 130
 
 
@@ -153,6 +155,8 @@ class Simulation:
         records = [NodeRecord(plan.name, plan.role, "", plan.cheat) for plan in scenario.nodes()]
         self._recording = Recording(scenario, run="", seed=seed, started_ms=now_ms(), nodes=records)
         self._started_s = time.monotonic()
+        self._moved = (0, self._started_s)
+        """The newest step, and when it was first seen."""
 
     def run(self, view: View) -> Recording:
         """Start, watch and end the nodes; what was seen of them. A second Ctrl-C ends them at once."""
@@ -178,6 +182,8 @@ class Simulation:
         return recording
 
     def _start(self, gatherer: Gatherer, view: View) -> None:
+        if self._scenario.title:
+            view.say(self._scenario.title)
         view.say(f"simulation {self._scenario.name}: creating {len(self._fleet.members)} identities and the run")
         self._fleet.prepare(self._recipe)
         self._recording.notes = list(self._fleet.notes)
@@ -234,7 +240,29 @@ class Simulation:
             return "reached"
         if self._elapsed_s() > until.timeout_s:
             return "timeout" if until.finished or until.step is not None else "reached"
+        self._refuse_to_wait()
         return None
+
+    def _refuse_to_wait(self) -> None:
+        """Raise NodeError when all honest nodes of a role that every step needs are gone, one of them by its own fault.
+
+        Nothing more would come until the time is up.
+        """
+        if self._recording.step != self._moved[0]:
+            self._moved = (self._recording.step, time.monotonic())
+        if time.monotonic() - self._moved[1] < STUCK_AFTER_S:
+            return
+        for role in ("relay", "validator", "inference"):
+            members = [member for member in self._fleet.of_role(role) if not member.plan.cheat]
+            if not members or any(member.running or self._faults.will_join(member.plan.name) for member in members):
+                continue
+            died = next((one for one in members if one.process and one.process.returncode and not one.ended_by), None)
+            if died is not None and died.process is not None:
+                raise NodeError(
+                    f"{died.plan.name} ended with code {died.process.returncode}, no other {role} is left, and for "
+                    f"{STUCK_AFTER_S:g} s there was no further step:\n{self._fleet.log_tail(died.plan.name)}",
+                    hint=f"read {died.log_path}",
+                )
 
     def _run_is_over(self) -> bool:
         """Whether the run has finished. Raises NodeError when its trainer is gone before that."""

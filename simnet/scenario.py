@@ -94,6 +94,8 @@ class FleetEntry(Part, frozen=True, kw_only=True):
     """`count` in the short form."""
     fill: bool = False
     """Fewer than `count` if this machine's memory holds no more, but at least one."""
+    declared: int | None = None
+    """`count` as the file has it, where there are fewer; worked out."""
     cheat: str | None = None
     attack: str | None = None
     """What a hostile peer of the DHT does."""
@@ -231,6 +233,11 @@ class Scenario(Part, frozen=True, kw_only=True):
                 counts[base] += 1
         return tuple(found)
 
+    def declared(self) -> Scenario:
+        """With as many nodes as the file says, whatever this machine holds."""
+        fleet = tuple(msgspec.structs.replace(entry, count=entry.declared or entry.count) for entry in self.fleet)
+        return msgspec.structs.replace(self, fleet=fleet)
+
     def matching(self, pattern: str) -> list[str]:
         """Names of the nodes that a pattern means."""
         return [name for _, _, name in self.named() if fnmatchcase(name, pattern)]
@@ -272,10 +279,16 @@ def load_scenario(
 ) -> Scenario:
     """Read a scenario by name, or from a path that ends in `.toml`; `overrides` replaces values, table by table.
 
-    `short` takes its short form. Raises ConfigError that says what is wrong and where.
+    A file that is a recipe is given the usual fleet. `short` takes its short form. Raises ConfigError that says what is
+    wrong and where.
     """
+    from simnet import recipe_scenario
+
     path = _find(name_or_path)
-    return parse_scenario(_read(path), name=path.stem, overrides=overrides, short=short)
+    table = _read(path)
+    if recipe_scenario.is_recipe(table):
+        table = recipe_scenario.around(path)
+    return parse_scenario(table, name=path.stem, overrides=overrides, short=short)
 
 
 def parse_scenario(

@@ -16,6 +16,7 @@ from protocol.errors import ConfigError
 from protocol.identity import Identity
 from simnet.attacks import ATTACKS
 from simnet.cheats import CHEATS, VALIDATORS
+from simnet.goal_checks import check_disks, check_finite, check_goals
 from simnet.scenario import (
     MAX_NODES,
     Action,
@@ -42,7 +43,7 @@ _TABLES: Final[Mapping[str, Any]] = {
     "expect": Expect,
 }
 _TOP: Final = ("title", "network", "link", "short", *_TABLES)
-_WORKED_OUT: Final = ("side",)
+_WORKED_OUT: Final = ("side", "declared")
 _OWNED: Final = frozenset(
     (
         *("role", "run", "bootstrap", "data_dir", "listen", "announce", "http_host", "http_port", "public_url"),
@@ -73,7 +74,9 @@ def check_names(table: Mapping[str, Any], name: str) -> None:
 
 def check(scenario: Scenario) -> None:
     """Refuse a scenario that cannot be run, whatever its recipe."""
+    check_finite(scenario)
     _check_fleet(scenario)
+    check_disks(scenario)
     _check_settings(scenario)
     _check_faults(scenario)
     _check_random(scenario)
@@ -102,6 +105,7 @@ def check_possible(scenario: Scenario, recipe: Recipe) -> None:
             f"scenario {scenario.name!r} expects evaluation_rises, but its recipe evaluates nothing",
             hint="set evaluation.every_steps in [run.overrides]",
         )
+    check_goals(scenario, recipe)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

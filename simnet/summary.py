@@ -101,6 +101,7 @@ class Report(Struct):
     cheats_evicted: int
     cheats_accepted: int
     trainer_wait_fraction: float | None
+    """Of the time that it waited for rollouts or trained, by its own account; its start and its end are neither."""
     bytes_by_relay: dict[str, Traffic]
     weights_from_relays_only: bool | None
     """Nothing where no node downloaded anything."""

@@ -94,9 +94,11 @@ def _of_patterns(scenario: Scenario) -> Iterator[Fault]:
 def _drawn(scenario: Scenario, seed: int) -> Iterator[Fault]:
     for number, draw in enumerate(scenario.random):
         source = random.Random(f"{scenario.name} {number} {seed}")  # a text seeds alike everywhere
-        names = scenario.matching(draw.nodes)
+        names, here = scenario.declared().matching(draw.nodes), set(scenario.matching(draw.nodes))
         for _ in range(draw.count):
-            yield _draw(draw, source.choice(names), source)
+            fault = _draw(draw, source.choice(names), source)
+            if fault.node in here:  # there may be no room for it on this machine
+                yield fault
 
 
 def _draw(draw: RandomFaults, node: str, source: random.Random) -> Fault:

@@ -49,6 +49,8 @@ CsvOption = Annotated[bool, typer.Option("--csv", help="Print CSV.")]
 
 
 TIMEOUT_S: Final = 30.0
+EXIT_CODES: Final = {"clean": 0, "breaches": 1, "unconfirmed": 3}
+"""Of an audit that could be made; AuditError has 2."""
 KEPT_TIMEOUT_S: Final = 5.0
 """Where something can be shown without the run."""
 
@@ -73,7 +75,10 @@ def audit_run(
     timeout_s: TimeoutOption = 30.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a run's ledger: signatures, rules, draws, balances, lineage. Exit 0: clean, 1: breaches, 2: could not."""
+    """Check a run's ledger: signatures, rules, draws, balances, lineage.
+
+    Exit 0: clean, 1: breaches, 2: could not, 3: no breach, but no head of the trainer's confirms the copy's end.
+    """
     from node.ledger.show import audit, print_report
 
     if fork is not None:
@@ -81,8 +86,9 @@ def audit_run(
     report = audit(
         _where(run, bootstrap, source, data_dir, timeout_s, processes, fails_as_audit=True), samples=recheck, say=say
     )
-    emit(msgspec.to_builtins(report) | {"clean": report.clean}, as_json=as_json, show=lambda _: print_report(report))
-    raise typer.Exit(0 if report.clean else 1)
+    found = msgspec.to_builtins(report) | {"clean": report.clean, "outcome": report.outcome}
+    emit(found, as_json=as_json, show=lambda _: print_report(report))
+    raise typer.Exit(EXIT_CODES[report.outcome])
 
 
 def _check_fork(path: Path, *, as_json: bool) -> None:

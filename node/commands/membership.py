@@ -58,7 +58,7 @@ def appeal_verdict(
     bootstrap: BootstrapOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Have a rejected submission judged by another validator; an eviction that was wrong is taken back."""
+    """Have a rejected submission judged by other validators; an eviction that was wrong is taken back."""
     from node.appeal import appeal, find_rejections
     from node.identity import KEY_FILE, load_identity
 

@@ -68,9 +68,9 @@ def contributor_rows(state: LedgerState) -> list[dict[str, Any]]:
 
 def submission_rows(state: LedgerState) -> list[dict[str, Any]]:
     """The newest submissions, newest first, and those that were not accepted for longer."""
-    keys = list(state.submissions)
-    recent = keys[-MAX_SUBMISSIONS:]
-    others = [key for key in keys[:-MAX_SUBMISSIONS] if state.submissions[key].state != "accepted"]
+    recent = list(state.submissions)[-MAX_SUBMISSIONS:]
+    among = set(recent)
+    others = [key for key in list(state.unaccepted) if key not in among]
     return [_submission_row(key, state.submissions[key]) for key in reversed([*others[-MAX_SUBMISSIONS:], *recent])]
 
 

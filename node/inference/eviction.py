@@ -63,7 +63,7 @@ class EvictionWatch:
             if not states & {"open", "granted"}:
                 await self._wait_for_ground(standing.evicted_for)
                 return False
-            self._board.state("evicted", f"{said}; its appeal waits for another validator")
+            self._board.state("evicted", f"{said}; its appeal waits for other validators")
             await trio.sleep(POLL_S)
 
     async def _wait_for_ground(self, submission: bytes) -> None:

@@ -57,10 +57,11 @@ class Outgoing:
 class Outbox:
     """Submissions of one node, by state. Every change is on disk when its method returns. Raises DataDirError."""
 
-    def __init__(self, path: Path, *, quorum: int = 1) -> None:
-        """`quorum`: so many validators must say the same of a submission before it counts."""
+    def __init__(self, path: Path, *, quorum: int = 1, validators: int = 2) -> None:
+        """`quorum`: so many of the run's `validators` must say the same of a submission before it counts."""
         self.path = path
         self._quorum = quorum
+        self._validators = validators
         self._db = Database(path, _SCHEMA, name="the outbox")
 
     def close(self) -> None:
@@ -169,11 +170,19 @@ class Outbox:
         outcome, reason = verdict.record.outcome, verdict.record.reason
         if verdict.record.appeal and outcome == "accept":
             query = "UPDATE submissions SET state = 'accepted', reason = ? WHERE id = ? AND state != 'accepted'"
-            return self._db.change(query, reason, key) > 0
+            return self._is_granted(key) and self._db.change(query, reason, key) > 0
         agreed = sum(one.record.outcome == outcome for one in self.verdicts(key))
         if outcome != "undecided" and agreed < self._quorum:
             return False
         return self._settle(key, _STATES[outcome], reason)
+
+    def _is_granted(self, submission_id: bytes) -> bool:
+        """Whether enough answers to appeals accept, by the verdicts that are here: those who judged at first were a
+        quorum that rejects, and whoever accepted; as many as a quorum, or all who were left, must accept."""
+        accepts = [one.record.appeal for one in self.verdicts(submission_id) if one.record.outcome == "accept"]
+        answers = sum(bool(appeal) for appeal in accepts)
+        beside_judges = self._validators - self._quorum - (len(accepts) - answers)
+        return answers >= max(1, min(self._quorum, beside_judges))
 
     def verdicts(self, submission_id: bytes) -> list[Signed[Verdict]]:
         """What validators said of a submission, oldest first."""

@@ -7,7 +7,6 @@ step's batch in the trainer's envelope, is checked and kept in the outbox beside
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
@@ -77,18 +76,22 @@ class StandingWatch:
             self._outbox.keep_step(step, batch.data, b"" if trained is None else trained.data, used)
 
 
+def answers_text(row: AppealRow) -> str:
+    """How many validators have said what, and how many must say the same."""
+    return f"{row.accepts} of {row.needed} accept, {row.rejects} of {row.needed} reject"
+
+
 def appeals_text(appeals: Sequence[AppealRow]) -> str:
     """Each appeal and how far it is, for a person; empty without any."""
     said = {
-        "open": "is in the ledger and waits for another validator",
+        "open": "is in the ledger and waits for other validators",
         "granted": "was granted",
         "refused": "was refused",
         "undecided": "ended without a decision",
     }
-    filed = Counter(row.submission for row in appeals)
 
     def text(row: AppealRow) -> str:
-        once_more = ", and may be filed once more" if row.state == "undecided" and filed[row.submission] == 1 else ""
-        return f"about {row.submission.hex()[:12]}: {said[row.state]}{once_more}"
+        once_more = ", and may be filed once more" if row.once_more else ""
+        return f"about {row.submission.hex()[:12]}: {said[row.state]} ({answers_text(row)}){once_more}"
 
     return "; ".join(map(text, appeals))

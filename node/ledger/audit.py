@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -41,7 +41,7 @@ class ValidatorRow(msgspec.Struct):
     in_full: int = 0
     """Verdicts with the costly checks made, or due."""
     overruled: int = 0
-    """Accepts and rejects of what was settled the other way, by a quorum or on appeal."""
+    """Accepts and rejects of what was settled the other way, by a quorum or on appeal, answers to appeals included."""
 
     @property
     def verdicts(self) -> int:
@@ -60,18 +60,28 @@ class Report(msgspec.Struct, kw_only=True):
     forfeited: int
     """Credits that evictions took and no reinstatement gave back."""
     appeals: dict[str, int]
-    """How many are open, granted, refused."""
+    """How many are open, granted, refused, undecided."""
     breaches: list[Breach]
     breaches_by_kind: dict[str, int]
     following: dict[str, int]
     """By kind: what may only follow from those, and is nobody's."""
+    confirmed: int | None
+    """So many entries are those of a head that the trainer signed; None where no head of its is of this copy."""
     notes: list[str]
     seconds: float = 0.0
     rechecked: list[dict[str, Any]] = []
 
     @property
     def clean(self) -> bool:
+        """Whether what is here keeps all rules; whether it is all, `outcome` says."""
         return not self.breaches_by_kind
+
+    @property
+    def outcome(self) -> Literal["clean", "unconfirmed", "breaches"]:
+        """`unconfirmed`: no breach, and no head at hand shows that the ledger ends where this copy does."""
+        if not self.clean:
+            return "breaches"
+        return "clean" if self.confirmed == self.run["entries"] else "unconfirmed"
 
 
 class Audit:
@@ -103,7 +113,7 @@ class Audit:
         try:
             self.state.take(entry)
         except ProtocolError as error:
-            refused(self.breaches, self._holes, entry, fault_kind(error), error.message, number=number)
+            self._refused(entry, error, number, is_proved=fault is None)
             return self.state.pass_over(entry.id)
         self._kinds[entry.record.KIND] += 1
         self._note(entry, number, is_proved=fault is None)
@@ -117,11 +127,11 @@ class Audit:
             self._beacons.see(head, None)
         for checkpoint in checkpoints:
             self._lineage.held(checkpoint)
-        self._lineage.close()
+        self._notes += self._lineage.close()
         self._beacons.close()
         self._books.close()
         self._close_duties(over=any(self._ends(head) for head in heads))
-        self.breaches.close(self._beacons.confirmed)
+        self.breaches.close(self._beacons.confirmed or 0)
 
     def report(self, notes: Sequence[str] = ()) -> Report:
         record = self.manifest.record
@@ -137,13 +147,26 @@ class Audit:
             breaches=self.breaches.found,
             breaches_by_kind=dict(self.breaches.counts),
             following=dict(self.breaches.following),
+            confirmed=self._beacons.confirmed,
             notes=[*notes, *self._notes],
         )
+
+    @property
+    def confirmed(self) -> int | None:
+        """As in the report, once it is finished."""
+        return self._beacons.confirmed
 
     @property
     def validators(self) -> list[ValidatorRow]:
         """What each validator of the run said, in the manifest's order."""
         return list(self._validators.values())
+
+    def _refused(self, entry: Signed[Any], error: ProtocolError, number: int, *, is_proved: bool) -> None:
+        """Heads in a verdict are the trainer's word, whatever the rules say to the verdict."""
+        kind = fault_kind(error)
+        elsewhere = is_proved and isinstance(entry.record, Verdict) and self._beacons.drew_elsewhere(entry, number)
+        named = elsewhere and kind == "draw"
+        refused(self.breaches, self._holes, entry, kind, error.message, number=number, elsewhere=named)
 
     def _note(self, entry: Signed[Any], number: int, *, is_proved: bool) -> None:
         """`is_proved`: the signatures in its evidence hold, too, so that what they sign is their authors' word."""
@@ -196,8 +219,11 @@ class Audit:
         row.hard += entry.record.outcome == "reject" and entry.record.hard
         row.in_full += entry.record.draw.drawn
         one = self.state.submissions[entry.record.submission]
+        appeal = self.state.appeals.get(entry.record.appeal)
         if one.settled_at == self.state.length:
             self._overrule(one)
+        elif appeal is not None and appeal.state == "refused" and appeal.answer == entry.id:
+            self._overrule_answers(one)
 
     def _overrule(self, one: LedgerSubmission) -> None:
         """With this entry it is settled: who had said the opposite? A granted appeal settles it a second time."""
@@ -208,19 +234,27 @@ class Audit:
             elif one.appeal and record.outcome == "accept" and not record.appeal:
                 self._validators[peer].overruled -= 1
 
+    def _overrule_answers(self, one: LedgerSubmission) -> None:
+        """With this entry an appeal is refused: who had granted it?"""
+        for peer, said in one.verdicts.items():
+            self._validators[peer].overruled += bool(said.record.appeal) and said.record.outcome == "accept"
+
 
 class _Lineage:
     """Which checkpoint is which step's: by the trainer's entries and heads, and by the work that it trained on.
 
-    The trainer's word counts; what others name is held against it when it comes.
+    All of these the trainer has signed: it answers where two of them differ. Whoever handed in work of a policy named
+    the one that it was given, as far as anybody can show.
     """
 
     def __init__(self, state: LedgerState, breaches: Breaches) -> None:
         self._state = state
         self._breaches = breaches
         self._known: dict[int, bytes] = {}
-        self._claimed: dict[int, list[tuple[bytes, PeerId, str, int]]] = {}
-        """By step of which the trainer has named none: what work named, each checkpoint once."""
+        self._claimed: dict[int, list[tuple[bytes, str, int]]] = {}
+        """By step of which the trainer has named none: what its batches' work names, each checkpoint once."""
+        self._strange = 0
+        """Manifests at hand that the trainer has not signed."""
 
     def batch(self, batch: Batch, number: int) -> None:
         for key in batch.submissions:
@@ -229,7 +263,7 @@ class _Lineage:
             if known == record.checkpoint:
                 continue
             what = f"submission {key.hex()[:12]}, which step {batch.step} trains on, names another policy"
-            claim = (record.checkpoint, self._state.submissions[key].author, what, number)
+            claim = (record.checkpoint, what, number)
             if known is not None:
                 self._differs(known, *claim)
                 continue
@@ -243,30 +277,33 @@ class _Lineage:
 
     def held(self, checkpoint: Signed[CheckpointManifest]) -> None:
         """A checkpoint's manifest that is at hand."""
-        what = f"the manifest of checkpoint {checkpoint.record.step} at hand is another one"
         if checkpoint.author != self._state.manifest.trainer_id:
-            self._breaches.add("lineage", checkpoint.author, f"{what}, and not signed by the trainer")
-        else:
-            self.named(checkpoint.record.step, checkpoint.id, what)
+            self._strange += 1  # anybody can put one into a directory
+            return
+        what = f"the manifest of checkpoint {checkpoint.record.step} at hand is another one"
+        self.named(checkpoint.record.step, checkpoint.id, what)
 
     def named(self, step: int, checkpoint: bytes, what: str, *, entry: int | None = None) -> None:
         """The trainer has signed which checkpoint is a step's."""
         known = self._known.setdefault(step, checkpoint)
         if known != checkpoint:
-            self._differs(known, checkpoint, self._state.manifest.trainer_id, what, entry)
+            self._differs(known, checkpoint, what, entry)
         for claim in self._claimed.pop(step, ()):
             if claim[0] != known:
                 self._differs(known, *claim)
 
-    def close(self) -> None:
-        """Two policies of a step of which the trainer has named none: nobody knows which is right."""
-        for step, claims in self._claimed.items():
-            for named, _, what, number in claims[1:]:
-                what = f"{what}: {named.hex()[:12]}, where another names {claims[0][0].hex()[:12]} for step {step}"
-                self._breaches.add("lineage", None, what, entry=number)
+    def close(self) -> list[str]:
+        """Two policies of a step of which the trainer has named none: it trained on both. Returns notes."""
+        for claims in self._claimed.values():
+            for claim in claims[1:]:
+                self._differs(claims[0][0], *claim)
+        return [f"checkpoints' manifests that the trainer has not signed, and that say nothing: {self._strange}"][
+            : self._strange
+        ]
 
-    def _differs(self, known: bytes, named: bytes, who: PeerId, what: str, entry: int | None) -> None:
-        self._breaches.add("lineage", who, f"{what}: {named.hex()[:12]}, not {known.hex()[:12]}", entry=entry)
+    def _differs(self, known: bytes, named: bytes, what: str, entry: int | None) -> None:
+        what = f"{what}: {named.hex()[:12]}, not {known.hex()[:12]}"
+        self._breaches.add("lineage", self._state.manifest.trainer_id, what, entry=entry)
 
 
 class _Beacons:
@@ -278,23 +315,21 @@ class _Beacons:
         self._lineage = lineage
         self._holes = holes
         self._seen = lru_cache(maxsize=_HEADS)(self._see_once)
-        self.confirmed = 0
+        self.confirmed: int | None = None
         """The first so many entries are those that the trainer signed: the longest that a head of its agrees with."""
         self._others: tuple[int, int, int | None] | None = None
         """Of the shortest head that does not agree: its ledger's length, its number, and near which entry it was."""
 
     def verdict(self, entry: Signed[Verdict], number: int) -> None:
         """Draws that excuse from the costly checks were proved by the rules; here are those that ask for them."""
-        draw = entry.record.draw
-        head = self._seen(draw.beacon, number - number % _HEADS) if draw.beacon else None
+        draw, head = entry.record.draw, self._head_of(entry, number)
         if head is not None and not self._is_ours(head):
             what = "the head in a verdict's draw is of another trainer or run"
             return self._breaches.add("evidence", entry.author, what, entry=number)
-        if head is None or not draw.drawn:
+        if head is None or not draw.drawn or self._is_elsewhere(head):
             return None
         contributor = PeerId(entry.record.contributor)
-        length = min(head.record.ledger_length, self._state.length)
-        rate = check_rate(self._state.record(contributor, length), self._state.manifest.checks)
+        rate = check_rate(self._state.record(contributor, head.record.ledger_length), self._state.manifest.checks)
         if draw.rate != rate or not is_drawn(beacon_of(head), entry.record.submission, rate=rate):
             what = (
                 f"drawn at a rate of {draw.rate:.4g}, it says; the ledger gives {rate:.4g}, and its beacon no such draw"
@@ -302,6 +337,18 @@ class _Beacons:
             follows = self._holes.about(contributor)
             self._breaches.add("draw", entry.author, what, entry=number, until=number + 1, follows=follows)
         return None
+
+    def drew_elsewhere(self, entry: Signed[Verdict], number: int) -> bool:
+        """Whether a verdict's head, by the trainer, names another ledger than this one: its author drew by that."""
+        head = self._head_of(entry, number)
+        return head is not None and self._is_ours(head) and self._is_elsewhere(head)
+
+    def _head_of(self, entry: Signed[Verdict], number: int) -> Signed[Head] | None:
+        beacon = entry.record.draw.beacon
+        return self._seen(beacon, number - number % _HEADS) if beacon else None
+
+    def _is_elsewhere(self, head: Signed[Head]) -> bool:
+        return self._state.tip_at(head.record.ledger_length) != head.record.ledger_tip
 
     def _see_once(self, data: bytes, near: int) -> Signed[Head] | None:
         try:
@@ -321,11 +368,11 @@ class _Beacons:
             return
         tip = self._state.tip_at(record.ledger_length)
         if tip == record.ledger_tip:
-            self.confirmed = max(self.confirmed, record.ledger_length)
-        elif tip is not None:
+            self.confirmed = max(self.confirmed or 0, record.ledger_length)
+        elif tip is not None or near is not None:  # nor can an entry lie before the end of the ledger that it names
             other = (record.ledger_length, record.sequence, near)
             self._others = other if self._others is None else min(self._others, other, key=lambda one: one[0])
-        elif near is None:
+        else:
             what = (
                 f"head {record.sequence} speaks of {record.ledger_length} entries; there are {self._state.length}: the "
                 "rest was left out, or this copy is damaged"
@@ -341,7 +388,7 @@ class _Beacons:
             return
         length, sequence, near = self._others
         what = f"head {sequence} names another ledger of {length} entries than this one"
-        if length <= self.confirmed:
+        if self.confirmed is not None and length <= self.confirmed:
             what = f"{what}, of which the trainer has signed {self.confirmed}"
             self._breaches.add("fork", self._state.manifest.trainer_id, what, entry=near)
         else:

@@ -22,13 +22,14 @@ MAX_BREACHES: Final = 1000
 MAX_TEXT_CHARS: Final = 500
 _OWN: Final = frozenset(
     {
-        *("wrong-author", "wrong-run", "over-cap", "mismatch", "policy-back"),
+        *("wrong-author", "wrong-run", "over-cap", "over-tokens", "mismatch", "policy-back"),
         *("protocol", "not-allowed", "no-invite", "invite", "work"),
     }
 )
 """Rules that an entry's author breaks wherever the entry stands."""
 _SIGNED: Final = frozenset({"draw"})
 """Rules that it breaks by what the ledger was when it signed, so that the order matters."""
+_ELSEWHERE: Final = "the head that drew is of another ledger than this one, so it is shown against nobody"
 _UNCOVERED: Final = "no head of the trainer's that is at hand covers this, so it is shown against nobody"
 
 
@@ -129,10 +130,23 @@ class Holes:
         return {peer for peer in peers if peer is not None}
 
 
-def refused(breaches: Breaches, holes: Holes, entry: Signed[Any], kind: str, message: str, *, number: int) -> None:
+def refused(
+    breaches: Breaches,
+    holes: Holes,
+    entry: Signed[Any],
+    kind: str,
+    message: str,
+    *,
+    number: int,
+    elsewhere: bool = False,
+) -> None:
     """The rules refuse an entry. Whoever keeps them may not put such a one in its place: that is the trainer's doing,
-    unless its author breaks a rule wherever it stands.
+    unless its author breaks a rule wherever it stands. `elsewhere`: its author kept the rules of another ledger, for
+    all that is known, of which the trainer has signed a head; that fork is the breach, and this one nobody's.
     """
+    if elsewhere:
+        breaches.add(kind, None, f"{message}; {_ELSEWHERE}", entry=number, follows=holes.before(entry))
+        return holes.add(entry, number)
     who = entry.author if kind in _OWN | _SIGNED else holes.trainer
     what = message if who == entry.author else f"{message}; its author is {entry.author}"
     follows = None if kind in _OWN else holes.before(entry)

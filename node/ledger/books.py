@@ -18,7 +18,9 @@ from protocol.records import Eviction, Reinstatement, Verdict
 
 Complain = Callable[[str, PeerId | None, str, int | None], None]
 """Kind of breach, who, what, entry."""
-_STATES: Final = ("", "accepted", "rejected")
+_OPEN, _ACCEPTED, _REJECTED = 0, 1, 2
+"""What a submission is; rejected by a quorum and against some accepts is so much more than `_REJECTED`."""
+_NAMES: Final = ("", "accepted", "rejected")
 
 
 @dataclass
@@ -45,8 +47,10 @@ class Books:
         self._validators = frozenset(state.manifest.validator_ids)
         self._votes: dict[bytes, dict[PeerId, str]] = {}
         """Of submissions that are not settled."""
+        self._answers: dict[bytes, dict[PeerId, str]] = {}
+        """Decisions about rejected submissions, in answer to appeals."""
         self._settled = bytearray()
-        """By number of a submission's entry: 1 accepted, 2 rejected; a byte for each entry."""
+        """By number of a submission's entry: a byte for each entry."""
         self._accounts: dict[PeerId, _Account] = {}
         self._earned = 0
 
@@ -59,36 +63,47 @@ class Books:
         """One more judgement: it may be the one that accepts."""
         key = entry.record.submission
         one = self._state.submissions[key]
-        before = self._state_of(one.place)
-        now = self._answered(entry, before) if entry.record.appeal else self._voted(entry, before)
-        if now == "accepted" != before:
+        before = self._settled[one.place] if one.place < len(self._settled) else _OPEN
+        now = before
+        if entry.author in self._validators:
+            now = self._answered(entry, before) if entry.record.appeal else self._voted(entry, before)
+        if now == _ACCEPTED != before:
             self._pay(one.author, self._state.manifest.credits.of(one.record.output_tokens))
         if now != before:
             self._settled += bytes(max(0, one.place + 1 - len(self._settled)))
-            self._settled[one.place] = _STATES.index(now)
-        if now != (one.state if one.state in _STATES else ""):
-            what = f"submission {key.hex()[:12]} is {one.state}, where the votes make it {now or 'neither'}"
+            self._settled[one.place] = now
+        name = _NAMES[min(now, _REJECTED)]
+        if name != (one.state if one.state in _NAMES else ""):
+            what = f"submission {key.hex()[:12]} is {one.state}, where the votes make it {name or 'neither'}"
             self._complain("quorum", None, what, number)
 
-    def _state_of(self, place: int) -> str:
-        return _STATES[self._settled[place]] if place < len(self._settled) else ""
-
-    def _voted(self, entry: Signed[Verdict], before: str) -> str:
+    def _voted(self, entry: Signed[Verdict], before: int) -> int:
         """What a submission is after one more vote: what it was, once it is settled."""
-        if before or entry.author not in self._validators:
+        if before != _OPEN:
             return before
         votes = self._votes.setdefault(entry.record.submission, {})
         votes[entry.author] = entry.record.outcome
         said, quorum = list(votes.values()), self._state.manifest.quorum
-        now = next((state for state in _STATES[1:] if said.count(state[:6]) >= quorum), "")
-        if now:
-            del self._votes[entry.record.submission]
-        return now
+        accepts, rejects = said.count("accept"), said.count("reject")
+        if max(accepts, rejects) < quorum:
+            return _OPEN
+        del self._votes[entry.record.submission]
+        return _ACCEPTED if accepts >= quorum else _REJECTED + accepts
 
-    def _answered(self, entry: Signed[Verdict], before: str) -> str:
-        """What a submission is after an answer to an appeal."""
-        granted = before == "rejected" and entry.record.outcome == "accept" and entry.author in self._validators
-        return "accepted" if granted else before
+    def _answered(self, entry: Signed[Verdict], before: int) -> int:
+        """What a submission is after an answer to an appeal: accepted, once as many accept it as for a verdict, or all
+        whom its judges had left, before as many reject it."""
+        if before < _REJECTED or entry.record.outcome == "undecided":
+            return before
+        key, quorum = entry.record.submission, self._state.manifest.quorum
+        needed = max(1, min(quorum, len(self._validators) - quorum - (before - _REJECTED)))
+        answers = self._answers.setdefault(key, {})
+        was_refused = list(answers.values()).count("reject") >= needed
+        answers[entry.author] = entry.record.outcome
+        if was_refused or list(answers.values()).count("accept") < needed:
+            return before
+        del self._answers[key]
+        return _ACCEPTED
 
     def _pay(self, peer: PeerId, amount: int) -> None:
         account = self._accounts.get(peer) or self._accounts.setdefault(peer, _Account())

@@ -87,12 +87,23 @@ def audit_material(material: Material, *, say: Say, processes: int | None = None
             audit.breaches.add("fork", fork.trainer, what)
         audit.finish(heads=material.heads, checkpoints=material.checkpoints())
         again, more = recheck(audit, material, count=samples)
-        report = audit.report([*notes, *_missing(material), *more])
+        report = audit.report([*notes, *_missing(material), *_unconfirmed(audit), *more])
         return msgspec.structs.replace(report, rechecked=again, seconds=time.monotonic() - began)
 
 
+def _unconfirmed(audit: Audit) -> Iterator[str]:
+    """Whoever keeps a copy can leave out its end, and nobody sees it but by a head."""
+    length, confirmed = audit.state.length, audit.confirmed
+    if confirmed != length:
+        signed = "none at hand is of this copy" if confirmed is None else f"the longest at hand is of {confirmed}"
+        yield (
+            f"complete up to entry {length} as far as this copy shows: no head signed by the trainer is of so many "
+            f"entries, {signed}. What came after them may have been left out"
+        )
+
+
 def _missing(material: Material) -> Iterator[str]:
-    if not material.heads:
-        yield "no signed head is at hand: that the ledger is complete is not shown"
+    if material.strange_heads:
+        yield f"heads at hand that the trainer has not signed, and that say nothing: {material.strange_heads}"
     if next(material.checkpoints(), None) is None:
         yield "no checkpoint's manifest is at hand: lineage is checked by the ledger's entries alone"

@@ -43,6 +43,8 @@ class Material:
     directory: Path
     manifest: Signed[Manifest]
     heads: tuple[Signed[Head], ...]
+    strange_heads: int = 0
+    """Heads in it that the run's trainer has not signed."""
     proofs: Path | None = None
     """Where proofs of forks lie, if not in the directory's own place for them."""
 
@@ -105,7 +107,9 @@ def find_material(directory: Path, run: str | None = None) -> Material:
         )
     heads = [_opened(directory / LEDGER / HEAD_FILE, Head), _opened(directory / HEAD_FILE, Head)]
     heads.append(_document(directory, "head", lambda data: open_envelope(data, Head)))
-    return Material(directory, manifest, tuple(head for head in heads if head and head.record.run_id == manifest.id))
+    found = [head for head in heads if head and head.record.run_id == manifest.id]
+    signed = tuple(head for head in found if head.author == manifest.record.trainer_id)
+    return Material(directory, manifest, signed, strange_heads=len(found) - len(signed))
 
 
 def _manifest(directory: Path) -> Signed[Manifest] | None:

@@ -10,6 +10,7 @@ import os
 import sqlite3
 from collections import OrderedDict
 from collections.abc import Callable, ItemsView, Iterator, MutableMapping
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
@@ -53,7 +54,7 @@ class Scratch:
         encode = msgspec.msgpack.encode
         return LedgerMemory(
             submissions=ScratchMap[bytes, LedgerSubmission](
-                self, "submissions", _encode_submission, _decode_submission
+                self, "submissions", partial(encode_submission, slim=True), decode_submission
             ),
             files=ScratchSet(self, "files"),
             committed=ScratchMap[int, Batch](
@@ -239,13 +240,18 @@ class _Kept(msgspec.Struct, array_like=True):
 _kept = msgspec.msgpack.Decoder(_Kept)
 
 
-def _encode_submission(one: LedgerSubmission) -> bytes:
-    verdicts = [(peer.public_key, signed.id, _slim(signed.record)) for peer, signed in one.verdicts.items()]
+def encode_submission(one: LedgerSubmission, *, slim: bool = False) -> bytes:
+    """All of it but signatures; if `slim` without checks and evidence."""
+    verdicts = [
+        (peer.public_key, signed.id, _slim(signed.record) if slim else signed.record)
+        for peer, signed in one.verdicts.items()
+    ]
     rest = (one.used_in, one.settled_at, one.settled_step, one.appeal)
     return msgspec.msgpack.encode(_Kept(one.record, one.author.public_key, one.place, one.state, verdicts, *rest))
 
 
-def _decode_submission(data: bytes) -> LedgerSubmission:
+def decode_submission(data: bytes) -> LedgerSubmission:
+    """What `encode_submission` made bytes of."""
     kept = _kept.decode(data)
     verdicts: dict[PeerId, Any] = {
         PeerId(key): Signed(record, PeerId(key), verdict_id, b"") for key, verdict_id, record in kept.verdicts

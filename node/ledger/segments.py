@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -32,6 +33,7 @@ from protocol.segments import (
 log = logging.getLogger(__name__)
 
 PREFIX: Final = "segment-"
+_NAME: Final = re.compile(f"{PREFIX}[0-9]{{8}}")
 READ_BYTES: Final = 1 << 20
 
 
@@ -81,8 +83,9 @@ def read_segments(path: Path, *, segment_bytes: int = LEDGER_SEGMENT_BYTES) -> I
     numbers, first = _numbers(path), 0
     for expected, number in enumerate(numbers):
         if number != expected:
-            raise DamagedSegment(segment_path(path, expected), "it is missing", segment=expected, entry=first)
-        segment = _read(path, number, first, last=number == numbers[-1])
+            what = f"it is missing, and {segment_path(path, number).name} is there"
+            raise DamagedSegment(segment_path(path, expected), what, segment=expected, entry=first)
+        segment = _read(path, number, first, last=expected + 1 == len(numbers) or numbers[expected + 1] != number + 1)
         if not segment.last and (segment.torn_bytes or segment.size < segment_bytes):
             raise DamagedSegment(
                 segment.path,
@@ -101,7 +104,7 @@ def _numbers(directory: Path) -> list[int]:
         return []
     except OSError as error:
         raise DataDirError(f"the ledger {directory} cannot be read: {error.strerror}") from error
-    return sorted(int(name.removeprefix(PREFIX)) for name in names if name.removeprefix(PREFIX).isdecimal())
+    return sorted(int(name.removeprefix(PREFIX)) for name in names if _NAME.fullmatch(name))
 
 
 def _read(directory: Path, number: int, first: int, *, last: bool) -> Segment:
@@ -110,7 +113,10 @@ def _read(directory: Path, number: int, first: int, *, last: bool) -> Segment:
         with path.open("rb") as file:
             data = file.read(MAX_SEGMENT_BYTES + 1)
     except OSError as error:
-        raise DataDirError(f"the ledger's segment {path} cannot be read: {error.strerror}") from error
+        raise DataDirError(
+            f"the ledger's segment {path} cannot be read: {error.strerror}",
+            hint=f"look at what it is, and whose (ls -ld {path}): it must be a file that this user may read",
+        ) from error
     if len(data) > MAX_SEGMENT_BYTES:
         raise DamagedSegment(path, "it is too long", segment=number, entry=first)
     offsets: list[int] = []

@@ -147,7 +147,11 @@ def _print_breaches(console: Console, report: Report) -> None:
     if report.following:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(report.following.items()))
         _lines(console, f"refused after those, which may only follow from them and is nobody's: {kinds}")
-    verdict = ("clean: no breach", "bold green") if report.clean else (f"{total} breaches", "bold red")
+    verdict = {
+        "clean": ("clean: no breach", "bold green"),
+        "unconfirmed": ("no breach, but nothing here shows that this is all: see the notes", "bold yellow"),
+        "breaches": (f"{total} breaches", "bold red"),
+    }[report.outcome]
     console.print(Text.assemble(verdict, f", {report.seconds:.1f} s" if report.seconds else ""))
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from node.clock import now_ms
+from node.ledger.compact import live_state
 from node.ledger.log import LedgerLog
 from node.ledger.witness import DIRECTORY as FORKS
 from node.ledger.witness import HEAD_FILE, ForkWitness
@@ -31,7 +32,6 @@ from protocol.errors import (
     WrongRunError,
 )
 from protocol.identity import Identity, PeerId
-from protocol.ledger import LedgerState
 from protocol.records import Head, Manifest, OriginNotice, Receipt, Submission, Verdict
 from protocol.run import RunAddress
 from protocol.segments import SegmentInfo
@@ -166,7 +166,7 @@ class RelayDesk:
         """Judge a submission by its record, before a byte of its file is read.
 
         Returns the receipt it has if it is stored already. Raises WrongRunError, ClockError, or RefusedError:
-        evicted, finished, not-admitted, over-cap, too-large, stale-step, future-step, duplicate-index.
+        evicted, finished, not-admitted, over-cap, over-tokens, too-large, stale-step, future-step, duplicate-index.
         """
         manifest, head = self.require_manifest(), self._require_head()
         record = submission.record
@@ -242,9 +242,7 @@ class RelayDesk:
             ) from error
 
     def _take_manifest(self, manifest: Signed[Manifest]) -> None:
-        self.ledger = LedgerLog(
-            self._ledger_path, LedgerState(manifest.id, manifest.record, operator=manifest.author), mends=True
-        )
+        self.ledger = LedgerLog(self._ledger_path, live_state(manifest), mends=True)
         self.witness = ForkWitness(
             manifest, self._ledger_path.with_name(FORKS), keep_head=self._ledger_path / HEAD_FILE
         )
@@ -386,6 +384,13 @@ def _check_bounds(record: Submission, manifest: Manifest) -> None:
             f"submission index {record.index}; a node may hand in {cap} a step",
             code="over-cap",
             hint="wait for the next step",
+        )
+    fault = manifest.bounds_fault(rollouts=record.rollouts, output_tokens=record.output_tokens)
+    if fault:
+        raise RefusedError(
+            fault,
+            code="over-tokens",
+            hint="the manifest bounds rollouts and tokens of a submission: is this node's version right?",
         )
     limit = max_file_bytes(manifest)
     if record.size > limit:

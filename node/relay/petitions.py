@@ -35,10 +35,12 @@ APPEAL_HINTS: Final = {
     "not-rejected": "appeal against a verdict that rejects: intellect-node verdict show last",
     "too-late": "nothing to do: the validity window is over (credits.maturity_steps of `intellect-node run show`), and"
     " relays keep the file no longer",
-    "duplicate-appeal": "nothing to do: one appeal for each verdict, and a second one only where nobody could tell",
+    "duplicate-appeal": "nothing to do: one appeal for each verdict, a second one only where the first ended"
+    " undecided, and none after a refusal",
     "appeal-open": "wait for the answer to the other appeal: intellect-node status shows it",
     "too-soon": "wait for that step: an appeal that was wrong costs this",
-    "nobody-left": "this run's operator named no more validators than judge each submission",
+    "nobody-left": "nothing to do: this run's operator named too few validators beside those who judged it, or those"
+    " who were asked disagree",
 }
 
 

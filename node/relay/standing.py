@@ -30,12 +30,22 @@ def standing_of(state: LedgerState, peer: PeerId, submissions: Sequence[bytes]) 
 
 
 def _appeals(state: LedgerState, peer: PeerId) -> tuple[AppealRow, ...]:
-    rows = [
-        AppealRow(key, case.record.submission, case.state, case.answer)
-        for key, case in list(state.appeals.items())
-        if case.author == peer
-    ]
-    return tuple(rows[-MAX_APPEALS_SHOWN:])
+    own = [key for key, case in list(state.appeals.items()) if case.author == peer]
+    return tuple(_appeal(state, key) for key in own[-MAX_APPEALS_SHOWN:])
+
+
+def _appeal(state: LedgerState, key: bytes) -> AppealRow:
+    case, tally = state.appeals[key], state.appeal_tally(key)
+    return AppealRow(
+        key,
+        case.record.submission,
+        case.state,
+        case.answer,
+        accepts=tally.accepts,
+        rejects=tally.rejects,
+        needed=tally.needed,
+        once_more=state.may_appeal_again(key),
+    )
 
 
 def _submissions(state: LedgerState, peer: PeerId, keys: Sequence[bytes]) -> tuple[SubmissionRow, ...]:

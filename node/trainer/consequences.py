@@ -55,6 +55,6 @@ class Consequences:
             contributor=duty.contributor.public_key,
             appeal=duty.appeal,
             verdict=duty.verdict,
-            reason="another validator accepts what this contributor was evicted for",
+            reason="validators that had not judged it accept what this contributor was evicted for",
             issued_at_ms=now_ms(),
         )

@@ -297,7 +297,7 @@ class TrainerRole:
             step=step,
             checkpoint=self._newest().id,
             mean_reward=metrics["reward"],
-            metrics={**metrics, **seconds},
+            metrics={name: value for name, value in {**metrics, **seconds}.items() if math.isfinite(value)},
             issued_at_ms=now_ms(),
         )
         self._p.ledger.append([seal(trained, self._p.identity)])

@@ -1,7 +1,8 @@
 """Appeals that a validator answers: those in the ledger, about submissions on which it has not decided there.
 
-Among the validators that may, an order drawn by the appeal says who answers; the next one does when no answer came for
-some heads. The submission is the one that this validator saw in the feed; its file is asked of every relay.
+Among the validators that may, an order drawn by the appeal says who answers: as many as must agree yet. The next one
+does when answers contradict each other, or when too few came for some heads. The submission is the one that this
+validator saw in the feed; its file is asked of every relay.
 """
 
 from __future__ import annotations
@@ -65,5 +66,6 @@ class AppealCases:
         free = [peer for peer in self._ledger.manifest.validator_ids if peer not in one.decided() | answered]
         if self._own not in free:
             return False
-        waited = self._draws.heads_since(self._seen[appeal]) // REPLACE_HEADS
-        return judges(appeal, submission, free).index(self._own) <= waited
+        called = self._ledger.appeal_tally(appeal).missing
+        absent = self._draws.heads_since(self._seen[appeal]) // REPLACE_HEADS
+        return judges(appeal, submission, free).index(self._own) < called + absent

@@ -23,7 +23,7 @@ from node.engines.turns import replay_fault
 from node.validator.measure import MeasuredChunk, MeasuredRollout, token_numbers
 from protocol.constants import PROOF_CHUNK_TOKENS
 from protocol.errors import MalformedError
-from protocol.records import CheckResult, Manifest, Submission, Tolerance
+from protocol.records import CheckResult, Manifest, Outcome, Submission, Tolerance
 from protocol.rollouts import Rollout, emitted_spans, split_turns
 from protocol.toploc import ChunkResult, check_proof_shape
 
@@ -426,8 +426,14 @@ def checks_impossible(detail: str) -> list[Finding]:
 
 def _finding(name: str, fault: str, numbers: dict[str, float], *, hard: bool = True) -> Finding:
     outcome: Literal["pass", "fail"] = "fail" if fault else "pass"
-    return Finding(CheckResult(name=name, outcome=outcome, detail=fault[:_MAX_DETAIL_CHARS], numbers=numbers), hard)
+    return Finding(_result(name, outcome, fault, numbers), hard)
 
 
 def _unknown(name: str, detail: str, numbers: dict[str, float]) -> Finding:
-    return Finding(CheckResult(name=name, outcome="unknown", detail=detail[:_MAX_DETAIL_CHARS], numbers=numbers), False)
+    return Finding(_result(name, "unknown", detail, numbers), False)
+
+
+def _result(name: str, outcome: Outcome, detail: str, numbers: dict[str, float]) -> CheckResult:
+    """Records hold finite numbers alone: one that is none is left out, and the detail says what follows from it."""
+    finite = {key: value for key, value in numbers.items() if math.isfinite(value)}
+    return CheckResult(name=name, outcome=outcome, detail=detail[:_MAX_DETAIL_CHARS], numbers=finite)

@@ -9,6 +9,7 @@ nobody.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -404,7 +405,7 @@ class ValidatorRole:
             reason=findings.reason[:1000],
             checks=tuple(with_limits(check, tolerance) for check in findings.checks),
             draw=_due(case),
-            mean_reward=findings.mean_reward,
+            mean_reward=findings.mean_reward if math.isfinite(findings.mean_reward) else 0.0,
             engine=findings.engine,
             dtype=findings.dtype,
             software=SOFTWARE,

@@ -1,31 +1,30 @@
 """The ledger as it lies on the nodes' disks once they have ended, in plain values that oracles and figures use.
 
-Replayed and read through node.ledger alone. What relays promised (their receipts) is beside it, since what was lost
+Replayed and read through node.ledger alone. Batches are those that the trainer signed, whether or not the rules take
+them: a replay leaves out what breaks a rule. What relays promised (their receipts) is beside it, since what was lost
 before it came to the ledger cannot be in it.
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from msgspec import Struct
 
 from node.ledger.audit import Audit
 from node.ledger.inspect import replayed
-from node.ledger.material import RELAY_STORE, Material, find_material, has_ledger
+from node.ledger.material import Material, find_material, has_ledger
 from node.ledger.rows import leaderboard, submissions_of
 from node.ledger.segments import read_segments
-from protocol.envelope import id_of, open_envelope
+from protocol.envelope import id_of
 from protocol.errors import NodeError, ProtocolError
-from protocol.identity import PeerId
-from protocol.ledger import LedgerState, next_tip
-from protocol.records import Receipt, Verdict
-
-MAX_PROBLEM_CHARS: Final = 300
+from protocol.ledger import LedgerState, next_tip, open_entry
+from protocol.records import Batch, Trained
+from simnet.oracles.promises import MAX_PROBLEM_CHARS, Promise, read_promises
 
 
 class SubmissionSeen(Struct):
@@ -50,7 +49,7 @@ class SubmissionSeen(Struct):
 
 
 class StepSeen(Struct):
-    """One step of the ledger: what its batch holds, and when it was committed to and trained."""
+    """One batch that the trainer signed: what it holds, and when it was committed to and trained."""
 
     step: int
     submissions: list[str]
@@ -84,16 +83,6 @@ class Copy(Struct):
     agrees: bool
 
 
-class Promise(Struct):
-    """A submission that a relay has given a receipt for."""
-
-    id: str
-    contributor: str
-    received_ms: int
-    accepts: int = 0
-    """Validators whose verdict at any relay accepts it."""
-
-
 class Books(Struct):
     """A run's ledger. `problem` says why it could not be read; then all else is empty."""
 
@@ -121,11 +110,13 @@ def read_books(data_dirs: Mapping[str, Path], *, trainer: str) -> Books:
         with replayed(material, say=lambda _: None) as (audit, notes):
             audit.finish(heads=material.heads, checkpoints=material.checkpoints())
             books = _books_of(audit)
+            books.steps = list(_steps(material, books.notes))
             books.notes += notes
             books.copies = _copies(data_dirs, audit.state, without=trainer, notes=books.notes)
     except (NodeError, OSError, sqlite3.Error) as error:
-        return Books(problem=str(error)[:MAX_PROBLEM_CHARS])
-    books.promises = list(_promises(data_dirs, books.notes).values())
+        said = error.message if isinstance(error, NodeError) else str(error)
+        return Books(problem=said[:MAX_PROBLEM_CHARS])
+    books.promises = read_promises(data_dirs, books.notes, validators=material.manifest.record.validators)
     received = {promise.id: promise.received_ms for promise in books.promises}
     for one in books.submissions:
         one.received_ms = received.get(one.id)
@@ -141,7 +132,6 @@ def _books_of(audit: Audit) -> Books:
         quorum=state.manifest.quorum,
         entries=state.length,
         submissions=[_submission(row, state) for row in submissions_of(state)],
-        steps=[_step(step, state) for step in sorted(state.batches)],
         accounts=[_account(row) for row in leaderboard(state)],
         judges=[Judge(row.peer_id, row.verdicts, row.overruled) for row in audit.validators],
         breaches=[f"{breach.kind}: {breach.what}" for breach in audit.breaches.found],
@@ -169,14 +159,25 @@ def _submission(row: Mapping[str, Any], state: LedgerState) -> SubmissionSeen:
     )
 
 
-def _step(step: int, state: LedgerState) -> StepSeen:
-    trained = state.trained.get(step)
-    return StepSeen(
-        step=step,
-        submissions=[key.hex() for key in state.batches[step]],
-        committed_ms=state.committed[step].issued_at_ms,
-        trained_ms=trained.issued_at_ms if trained else None,
-    )
+def _steps(material: Material, notes: list[str]) -> Iterator[StepSeen]:
+    """Every batch in the order of the ledger's entries, also one that the rules refuse; a step has two if it was so."""
+    batches: list[Batch] = []
+    trained: dict[int, list[int]] = {}
+    try:
+        for segment in read_segments(material.ledger):
+            for data in segment.entries:
+                with suppress(ProtocolError):  # which the audit has found
+                    entry = open_entry(data, signature_checked=True)  # the audit checks it
+                    if entry.author == material.manifest.author and isinstance(entry.record, Batch):
+                        batches.append(entry.record)
+                    elif entry.author == material.manifest.author and isinstance(entry.record, Trained):
+                        trained.setdefault(entry.record.step, []).append(entry.record.issued_at_ms)
+    except NodeError as error:
+        notes.append(f"batches cannot be read to the end: {str(error)[:MAX_PROBLEM_CHARS]}")
+    for batch in batches:
+        times = trained.get(batch.step, [])
+        keys = [key.hex() for key in batch.submissions]
+        yield StepSeen(batch.step, keys, batch.issued_at_ms, times.pop(0) if times else None)
 
 
 def _account(row: Mapping[str, Any]) -> Account:
@@ -202,40 +203,3 @@ def _copy(name: str, material: Material, state: LedgerState) -> Copy:
         for entry in segment.entries:
             tip, length = next_tip(tip, id_of(entry)), length + 1
     return Copy(name, length, agrees=state.tip_at(length) == tip)
-
-
-def _promises(data_dirs: Mapping[str, Path], notes: list[str]) -> dict[str, Promise]:
-    """What all relays together have given receipts for, with the first receipt's time."""
-    promises: dict[str, Promise] = {}
-    accepts: dict[str, set[PeerId]] = {}
-    for name, directory in data_dirs.items():
-        path = directory / RELAY_STORE
-        if not path.is_file():
-            continue
-        try:
-            for row in _feed(path):
-                _take_row(row, promises, accepts)
-        except (sqlite3.Error, ProtocolError) as error:
-            notes.append(f"the store of {name} cannot be read: {str(error)[:MAX_PROBLEM_CHARS]}")
-    for key, voters in accepts.items():
-        if key in promises:
-            promises[key].accepts = len(voters)
-    return promises
-
-
-def _feed(path: Path) -> Iterator[Sequence[Any]]:
-    query = "SELECT kind, id, author, envelope, receipt FROM feed WHERE kind IN ('submission', 'verdict')"
-    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
-        yield from database.execute(query)
-
-
-def _take_row(row: Sequence[Any], promises: dict[str, Promise], accepts: dict[str, set[PeerId]]) -> None:
-    kind, key, author, envelope, receipt = row
-    if kind == "verdict":
-        verdict = open_envelope(bytes(envelope), Verdict, signature_checked=True)
-        if verdict.record.outcome == "accept":
-            accepts.setdefault(verdict.record.submission.hex(), set()).add(verdict.author)
-        return
-    received_ms = open_envelope(bytes(receipt), Receipt, signature_checked=True).record.received_at_ms
-    known = promises.setdefault(bytes(key).hex(), Promise(bytes(key).hex(), str(PeerId(bytes(author))), received_ms))
-    known.received_ms = min(known.received_ms, received_ms)

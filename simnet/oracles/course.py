@@ -7,20 +7,20 @@ from itertools import pairwise
 from statistics import median
 from typing import Final
 
-from simnet.oracles.books import Books, Promise, SubmissionSeen
+from simnet.oracles.books import Books, SubmissionSeen
+from simnet.oracles.excuses import unexplained_ms
 from simnet.oracles.judgement import Evidence, Judgement, listed, no_books
+from simnet.oracles.promises import Promise
 
 MIN_PAUSE_S: Final = 60.0
 PAUSE_FACTOR: Final = 10.0
 """A pause is long beyond so many times the usual one, and beyond `MIN_PAUSE_S`."""
-FAULT_REACH_S: Final = 30.0
-"""A pause that begins so soon after a fault is the fault's doing."""
 ON_ITS_WAY_S: Final = 60.0
 """What relays received less than this before a simulation was cut off may still have been on its way."""
 
 
 def steps_advance(evidence: Evidence) -> Judgement:
-    """Steps follow one another without a gap, and no pause is long unless a fault explains it."""
+    """Steps follow one another without a gap, and no pause is long beyond what faults explain of it."""
     name, recording, books = "steps advance", evidence.recording, evidence.books
     if books is None or books.problem:
         return no_books(name, evidence)
@@ -32,14 +32,16 @@ def steps_advance(evidence: Evidence) -> Judgement:
     times = [at for _, at in trained] + ([] if evidence.over else [end_ms])
     gaps = [(later - before, before) for before, later in pairwise(times)]
     limit_ms = 1000 * max(MIN_PAUSE_S, PAUSE_FACTOR * _usual_s(gaps))
-    long = [gap for gap in gaps if gap[0] > limit_ms and not _has_fault(evidence, gap)]
+    long = [gap for gap in gaps if unexplained_ms(evidence, gap[1], gap[1] + gap[0], limit_ms=limit_ms) > limit_ms]
     longest_ms = max((gap for gap, _ in gaps), default=0)
     numbers = {"steps": len(trained), "longest pause s": round(longest_ms / 1000, 1), "limit s": round(limit_ms / 1000)}
     if [step for step, _ in trained] != list(range(len(trained))):
         return Judgement(name, "failed", "The ledger's trained steps have a gap.", numbers)
     if long:
         at_s = round((long[0][1] - recording.started_ms) / 1000)
-        finding = f"Nothing was trained for {long[0][0] / 1000:.0f} s from {at_s} s on, and no fault explains it."
+        finding = (
+            f"Nothing was trained for {long[0][0] / 1000:.0f} s from {at_s} s on, and no fault explains that long."
+        )
         return Judgement(name, "failed", finding, numbers)
     return Judgement(name, "passed", f"{len(trained)} steps; the longest pause was {longest_ms / 1000:.1f} s.", numbers)
 
@@ -104,15 +106,8 @@ def _usual_s(gaps: list[tuple[int, int]]) -> float:
     return median(gap for gap, _ in gaps) / 1000 if len(gaps) >= 3 else 0.0
 
 
-def _has_fault(evidence: Evidence, gap: tuple[int, int]) -> bool:
-    length_ms, began_ms = gap
-    return any(
-        began_ms - 1000 * FAULT_REACH_S <= fault.at_ms <= began_ms + length_ms for fault in evidence.recording.faults
-    )
-
-
 def _lost(evidence: Evidence, books: Books) -> list[Promise]:
-    """What validators accepted and an honest contributor holds a receipt for, and the ledger does not have."""
+    """What validators accepted, or relays dropped after a receipt, of an honest contributor's, and the ledger lacks."""
     known = {one.id for one in books.submissions}
     standing = {account.peer_id: account.standing for account in books.accounts}
     over_ms = evidence.recording.over_ms or evidence.recording.ended_ms or 0
@@ -120,7 +115,7 @@ def _lost(evidence: Evidence, books: Books) -> list[Promise]:
         promise
         for promise in books.promises
         if promise.id not in known
-        and promise.accepts >= books.quorum
+        and (promise.accepts >= books.quorum or promise.dropped)
         and promise.contributor in evidence.honest
         and standing.get(promise.contributor, "active") == "active"
         and (evidence.over or promise.received_ms < over_ms - 1000 * ON_ITS_WAY_S)
@@ -142,7 +137,7 @@ def _too_old(one: SubmissionSeen, books: Books) -> bool:
 def _what_went_wrong(twice: list[str], lost: list[Promise], untrained: list[str], strangers: list[str]) -> str:
     said = (
         ("trained twice", twice),
-        ("accepted and missing from the ledger", [promise.id for promise in lost]),
+        ("received by a relay and missing from the ledger", [promise.id for promise in lost]),
         ("in a batch that was never trained", untrained),
         ("trained but not in the ledger", strangers),
     )

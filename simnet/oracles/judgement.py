@@ -63,9 +63,14 @@ class Evidence:
 
 
 def no_books(name: str, evidence: Evidence) -> Judgement:
-    """What to say where the ledger is needed and cannot be had."""
-    problem = evidence.books.problem if evidence.books else "there is no ledger"
-    return Judgement(name, "could not tell", f"The trainer's ledger cannot be read: {problem}")
+    """What to say where the ledger is needed and cannot be had: a failure, if a step was seen that it should hold."""
+    steps = evidence.recording.step
+    if evidence.books is None:
+        return Judgement(name, "could not tell", "The trainer's ledger was not read.")
+    finding = f"The trainer's ledger cannot be read: {evidence.books.problem}"
+    if steps < 1:
+        return Judgement(name, "could not tell", finding)
+    return Judgement(name, "failed", f"Nodes saw step {steps}. {finding}", {"steps seen": steps})
 
 
 def listed(names: list[str], *, limit: int = 4) -> str:

@@ -1,6 +1,9 @@
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -92,3 +95,31 @@ def test_so_few_seeds_are_refused(seeds, capsys):
         main(["paper", "--seeds", seeds])
     assert caught.value.code == 2
     assert "--seeds" in capsys.readouterr().err
+
+
+def test_a_benchmark_that_is_ended_puts_its_directory_away(monkeypatch, tmp_path):
+    """SIGTERM, as `timeout` and service managers send it."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def ended(*, quick):
+        with tempfile.TemporaryDirectory(dir=tmp_path):
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise AssertionError("it was not ended")
+
+    monkeypatch.setattr("bench.__main__.load_benchmark", lambda *_, **__: ended)
+    with pytest.raises(SystemExit) as left:
+        main(["wire"])
+    assert left.value.code == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_short_ledgers_say_nothing_of_a_million_entries(monkeypatch):
+    from bench import audit
+
+    monkeypatch.setattr(audit, "QUICK_LENGTHS", (20, 40))
+    monkeypatch.setattr(audit, "_audited", lambda directory, processes: audit._Measured(*audit._audit(directory, 0)))
+    monkeypatch.setattr(audit, "default_processes", lambda _: 0)
+    figures = audit.bench(quick=True).figures
+    assert figures["entries"] == 40
+    assert not [name for name in figures if name.startswith("million") or "an_entry" in name]

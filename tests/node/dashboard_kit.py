@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 import tokenizers
 import trio
-from factories import OPERATOR, make_manifest, make_submission, make_trained, make_verdict, sealed
+from factories import OPERATOR, make_batch, make_manifest, make_submission, make_trained, make_verdict, sealed
 
 from node.dashboard.routes import Dashboard
 from node.dashboard.sources import Sources
@@ -22,7 +22,7 @@ from p2p.bridge import AioThread
 from protocol.envelope import open_envelope
 from protocol.identity import Identity
 from protocol.ledger import LedgerState
-from protocol.records import Trained
+from protocol.records import Batch, Trained
 from protocol.rollouts import Rollout, write_rollouts
 from protocol.run import RunAddress
 
@@ -47,6 +47,8 @@ def add(state: LedgerState, who: Identity, number: int, **verdict: Any) -> bytes
     per_step = state.manifest.rollout.max_submissions_per_step
     step, index = divmod(number, per_step)
     made = make_submission(who, MANIFEST.id, step=step, index=index, sha256=who.sign(number.to_bytes(8, "big"))[:32])
+    for before in range(len(state.batches), step):
+        state.committed[before] = open_envelope(make_batch(MANIFEST.id, before, [made]), Batch).record
     state.apply(made.data)
     state.apply(make_verdict(made, **verdict).data)
     return made.id

@@ -11,7 +11,16 @@ import msgspec
 import pytest
 import trio
 from cli_kit import Done
-from factories import OPERATOR, VALIDATOR, make_answer, make_eviction, make_manifest, make_verdict, sealed
+from factories import (
+    OPERATOR,
+    VALIDATOR,
+    make_answer,
+    make_eviction,
+    make_manifest,
+    make_reinstatement,
+    make_verdict,
+    sealed,
+)
 from relay_world import CAROL, Relay, loopback, make_advert, make_head, make_notice, serving, submission_of
 
 from node import appeal
@@ -24,29 +33,40 @@ from protocol.ledger import next_tip, open_entry
 from protocol.records import Appeal, Manifest
 from protocol.run import RunAddress
 
-ALICE, DAVE = Identity.from_phrase("alice"), Identity.from_phrase("dave")
-MANIFEST = sealed(
-    make_manifest(validators=tuple(one.peer_id.public_key for one in (VALIDATOR, DAVE))),
-    OPERATOR,
-)
+ALICE, DAVE, EVE, FAY, GIL = (Identity.from_phrase(name) for name in ("alice", "dave", "eve", "fay", "gil"))
+JUDGES = (VALIDATOR, GIL)
+OTHERS = (DAVE, EVE, FAY)
+
+
+def manifest_of(validators: Sequence[Identity], quorum: int) -> Signed[Manifest]:
+    keys = tuple(one.peer_id.public_key for one in validators)
+    return sealed(make_manifest(validators=keys, quorum=quorum), OPERATOR)
+
+
 RunCli = Callable[..., Done]
 Ask = Callable[..., Awaitable[Any]]
 
 
 class Court:
-    """A run whose ledger evicted ALICE; its relay, which is up while a command runs, and a validator that answers."""
+    """A run whose ledger evicted ALICE; its relay, which is up while a command runs, and validators that answer."""
 
-    def __init__(self, directory: Path, **answer: Any) -> None:
+    def __init__(self, directory: Path, *outcomes: str, **answer: Any) -> None:
+        """One of two validators judges, and the other answers; with several outcomes two of five, and the others."""
         self.directory, self.answer, self.home = directory, answer, directory / "alice"
-        self.work = submission_of(ALICE, b"rollouts", run_id=MANIFEST.id)
-        verdict = make_verdict(self.work, outcome="reject", hard=True, reason="seed: not its own prompts")
-        self.entries = [self.work.data, verdict.data, make_eviction(verdict)]
+        self.outcomes = outcomes
+        quorum = min(2, len(outcomes))
+        self.manifest = manifest_of((*JUDGES[:quorum], *OTHERS[: len(outcomes)]), quorum)
+        self.work = submission_of(ALICE, b"rollouts", run_id=self.manifest.id)
+        said = {"outcome": "reject", "hard": True, "reason": "seed: not its own prompts"}
+        verdicts = [make_verdict(self.work, by=judge, **said) for judge in JUDGES[:quorum]]
+        self.entries = [self.work.data, *(one.data for one in verdicts), make_eviction(verdicts[0])]
         self.answered: list[bytes] = []
         keep_new_identity(ALICE, self.home)
-        (self.home / "swarm.cache").write_bytes(msgspec.msgpack.encode((MANIFEST.data, [])))
+        (self.home / "swarm.cache").write_bytes(msgspec.msgpack.encode((self.manifest.data, [])))
         outbox = Outbox(self.home / "outbox.sqlite")
         outbox.add(self.work, directory / "rollouts")
-        outbox.judged(verdict)
+        for verdict in verdicts:
+            outbox.judged(verdict)
         outbox.close()
 
     def joined(self, data_dir: Path, run: str, bootstrap: Sequence[str], ask: Ask, *, timeout_s: float) -> Any:
@@ -60,22 +80,26 @@ class Court:
                 self._meet(relay)
                 async with serving(aio, relay), trio.open_nursery() as nursery:
                     nursery.start_soon(self._answer_appeals, relay)
-                    found = await ask(FakeNode(relay), RunAddress(MANIFEST.author, MANIFEST.record.name), 10.0)
+                    found = await ask(
+                        FakeNode(relay, self.manifest),
+                        RunAddress(self.manifest.author, self.manifest.record.name),
+                        10.0,
+                    )
                     nursery.cancel_scope.cancel()
         return found
 
     def _meet(self, relay: Relay) -> None:
         if relay.desk.manifest is None:
-            head = make_head(run_id=MANIFEST.id, ledger_tip=MANIFEST.id)
-            relay.desk.accept_origin(MANIFEST.data, make_notice(CAROL, run_id=MANIFEST.id).data, head.data)
+            head = make_head(run_id=self.manifest.id, ledger_tip=self.manifest.id)
+            relay.desk.accept_origin(self.manifest.data, make_notice(CAROL, run_id=self.manifest.id).data, head.data)
         self._mirror(relay)
 
     def _mirror(self, relay: Relay) -> None:
         """The trainer's ledger, as far as the relay lacks it."""
-        tip = MANIFEST.id
+        tip = self.manifest.id
         for entry in self.entries:
             tip = next_tip(tip, open_entry(entry).id)
-        head = make_head(2, run_id=MANIFEST.id, ledger_length=len(self.entries), ledger_tip=tip)
+        head = make_head(2, run_id=self.manifest.id, ledger_length=len(self.entries), ledger_tip=tip)
         assert relay.desk.ledger is not None
         relay.desk.extend_ledger(self.entries[relay.desk.ledger.state.length :], head)
 
@@ -85,18 +109,25 @@ class Court:
                 petition: Signed[Appeal] = open_entry(row.envelope)
                 if petition.id not in self.answered:
                     self.answered.append(petition.id)
-                    answer = make_answer(self.work, petition, by=DAVE, **self.answer)
-                    relay.desk.accept_verdict(answer.data)
-                    self.entries += [petition.data, answer.data]
+                    self.entries.append(petition.data)
+                    self._answer(relay, petition)
                     self._mirror(relay)
             await trio.sleep(0.01)
+
+    def _answer(self, relay: Relay, petition: Signed[Appeal]) -> None:
+        for judge, outcome in zip(OTHERS, self.outcomes, strict=False):
+            answer = make_answer(self.work, petition, by=judge, outcome=outcome, **self.answer)
+            relay.desk.accept_verdict(answer.data)
+            self.entries.append(answer.data)
+        if self.outcomes[-1] == "accept":
+            self.entries.append(make_reinstatement(answer, petition).data)
 
 
 class FakeNode:
     """What the DHT leads to."""
 
-    def __init__(self, relay: Relay) -> None:
-        self._relay = relay
+    def __init__(self, relay: Relay, manifest: Signed[Manifest]) -> None:
+        self._relay, self._manifest = relay, manifest
 
     async def find_relays(self) -> list[Any]:
         await trio.lowlevel.checkpoint()
@@ -104,13 +135,13 @@ class FakeNode:
 
     async def find_run(self, address: RunAddress) -> Signed[Manifest]:
         await trio.lowlevel.checkpoint()
-        return MANIFEST
+        return self._manifest
 
 
 @pytest.fixture
 def at_court(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Court]:
-    def made(**answer: Any) -> Court:
-        court = Court(tmp_path, **answer)
+    def made(*outcomes: str, **answer: Any) -> Court:
+        court = Court(tmp_path, *outcomes, **answer)
         monkeypatch.setattr(appeal, "joined", court.joined)
         monkeypatch.setattr(appeal, "POLL_S", 0.05)
         return court
@@ -121,7 +152,7 @@ def at_court(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., C
 def test_appeal_that_nobody_could_tell_fails_with_the_reason_and_may_be_filed_once_more(
     run_cli: RunCli, at_court: Callable[..., Court]
 ) -> None:
-    court = at_court(outcome="undecided", reason="file: the rollouts did not come within 300 s\x1b[2J")
+    court = at_court("undecided", reason="file: the rollouts did not come within 300 s\x1b[2J")
     first = run_cli("appeal", "last", "--reason", "float32", "--data-dir", court.home)
     assert first.code == 1
     assert first.out.strip() == f"{court.answered[0].hex()}: undecided"
@@ -134,9 +165,10 @@ def test_appeal_that_nobody_could_tell_fails_with_the_reason_and_may_be_filed_on
         "appeal": court.answered[1].hex(),
         "submission": court.work.id.hex(),
         "state": "undecided",
+        "answers": {"accept": 0, "reject": 0, "needed": 1},
         "once_more": False,
     }
-    assert "could tell, for the second time: the rejection stays" in second.err
+    assert "cannot be filed again: the rejection stays" in second.err
     assert "once more" not in second.err
     third = run_cli("appeal", "last", "--data-dir", court.home, "--json")
     assert (third.code, json.loads(third.out)) == (1, found)
@@ -144,15 +176,31 @@ def test_appeal_that_nobody_could_tell_fails_with_the_reason_and_may_be_filed_on
 
 
 def test_appeal_that_is_refused_fails(run_cli: RunCli, at_court: Callable[..., Court]) -> None:
-    court = at_court(outcome="reject", hard=True, reason="seed: not its own prompts")
+    court = at_court("reject", hard=True, reason="seed: not its own prompts")
     done = run_cli("appeal", "last", "--data-dir", court.home)
     assert (done.code, done.out.strip()) == (1, f"{court.answered[0].hex()}: refused")
-    assert "the next appeal has to wait" in done.err
+    assert "the next appeal has to wait (0 of 1 accept, 1 of 1 reject)" in done.err
+
+
+def test_appeal_that_two_must_grant_outlasts_one_that_refuses(run_cli: RunCli, at_court: Callable[..., Court]) -> None:
+    """A dishonest validator is the first of three to answer."""
+    court = at_court("reject", "accept", "accept", reason="")
+    done = run_cli("appeal", "last", "--data-dir", court.home, "--json")
+    assert (done.code, json.loads(done.out)["state"]) == (0, "reinstated")
+    assert json.loads(done.out)["answers"] == {"accept": 2, "reject": 1, "needed": 2}
+    assert "start the node again (2 of 2 accept, 1 of 2 reject)" in done.err
+
+
+def test_appeal_on_which_two_disagree_cannot_be_filed_again(run_cli: RunCli, at_court: Callable[..., Court]) -> None:
+    court = at_court("accept", "reject", reason="")
+    done = run_cli("appeal", "last", "--data-dir", court.home, "--json")
+    assert (done.code, json.loads(done.out)["once_more"]) == (1, False)
+    assert "cannot be filed again: the rejection stays (1 of 2 accept, 1 of 2 reject)" in done.err
 
 
 def test_appeal_that_no_relay_took_in_a_day_is_signed_anew(run_cli: RunCli, at_court: Callable[..., Court]) -> None:
     """Kept since a day on which every relay was away: refused for its age, by a command that works the next time."""
-    court = at_court(outcome="undecided", reason="internal: x")
+    court = at_court("undecided", reason="internal: x")
     with pytest.MonkeyPatch.context() as yesterday:
         yesterday.setattr(appeal, "now_ms", lambda: 1_700_000_000_000)
         yesterday.setattr(appeal.RelayClient, "post_appeal", away)

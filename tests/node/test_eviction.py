@@ -51,8 +51,17 @@ class FakeStanding:
 
 
 def evicted(state: Any = None) -> Standing:
-    row = (AppealRow(b"a" * 32, WORK.id, state, b""),) if state else ()
-    return Standing(ledger_length=9, trained=1, admitted=True, standing="evicted", evicted_for=WORK.id, appeals=row)
+    row = AppealRow(
+        b"a" * 32, WORK.id, state, b"", accepts=1, rejects=0, needed=2, once_more=state == "undecided"
+    )  # fmt: skip
+    return Standing(
+        ledger_length=9,
+        trained=1,
+        admitted=True,
+        standing="evicted",
+        evicted_for=WORK.id,
+        appeals=(row,) if state else (),
+    )
 
 
 BACK = Standing(ledger_length=9, trained=1, admitted=True, standing="active")
@@ -87,7 +96,7 @@ async def test_who_has_appealed_waits_and_comes_back(outbox: Outbox, autojump_cl
     async with trio.open_nursery() as nursery:
         nursery.start_soon(watch.run)
         await trio.sleep(eviction.POLL_S / 2)
-        assert board.brief()["activity"] == "alice is evicted; its appeal waits for another validator"
+        assert board.brief()["activity"] == "alice is evicted; its appeal waits for other validators"
         with trio.fail_after(60):
             await swarm.forgotten.wait()
         nursery.cancel_scope.cancel()
@@ -105,4 +114,6 @@ async def test_the_verdict_is_waited_for_as_the_ground_of_an_appeal(tmp_path: Pa
 
 def test_appeals_are_told_in_words() -> None:
     assert appeals_text(()) == ""
-    assert appeals_text(evicted("open").appeals).endswith("is in the ledger and waits for another validator")
+    waits = "is in the ledger and waits for other validators (1 of 2 accept, 0 of 2 reject)"
+    assert appeals_text(evicted("open").appeals).endswith(waits)
+    assert appeals_text(evicted("undecided").appeals).endswith("0 of 2 reject), and may be filed once more")

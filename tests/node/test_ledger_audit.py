@@ -41,9 +41,9 @@ from node.ledger.material import find_material
 from node.ledger.scratch import HOT_STEPS, Scratch, ScratchMap
 from node.ledger.segments import SegmentWriter
 from node.ledger.signatures import Checked
-from protocol.draw import beacon_of, is_drawn
+from protocol.draw import beacon_of, check_rate, is_drawn
 from protocol.envelope import Signed, seal
-from protocol.errors import AuditError, BootstrapError
+from protocol.errors import AuditError, BootstrapError, IdentityError
 from protocol.identity import Identity
 from protocol.ledger import LedgerMemory, LedgerState, next_tip, open_entry
 from protocol.records import AdmissionSpec, BatchSpec, CheckpointFile, CheckpointManifest, Draw, Head, Manifest
@@ -214,6 +214,17 @@ def other_lineage(entries: list[bytes]) -> list[bytes]:
     return [*entries, work.data, make_verdict(work).data, make_batch(RUN, 1, [work])]
 
 
+def too_many_tokens(entries: list[bytes]) -> list[bytes]:
+    """A contributor and its validator would have a fortune credited."""
+    work = make_submission(ALICE, RUN, index=2, output_tokens=10**12)
+    return [*entries, work.data, make_verdict(work).data]
+
+
+def of_a_step_to_come(entries: list[bytes]) -> list[bytes]:
+    work = make_submission(ALICE, RUN, step=99)
+    return [*entries, work.data, make_verdict(work).data]
+
+
 def saved_work(entries: list[bytes]) -> list[bytes]:
     """A validator accepts without the checks that the beacon asks for."""
     work = make_submission(ALICE, RUN, index=2)
@@ -254,7 +265,9 @@ BREACHES: list[tuple[Callable[[list[bytes]], list[bytes]], str, Identity | None]
     (of_another_run, "wrong-run", ALICE),
     (evicted_for_nothing, "no-ground", OPERATOR),
     (trained_on_rejected, "unusable", OPERATOR),
-    (other_lineage, "lineage", ALICE),
+    (other_lineage, "unusable", OPERATOR),
+    (too_many_tokens, "over-tokens", ALICE),
+    (of_a_step_to_come, "future", OPERATOR),
     (saved_work, "draw", VALIDATOR),
     (forged_receipt, "signature", VALIDATOR),
     (drawn_by_no_beacon, "draw", VALIDATOR),
@@ -309,12 +322,15 @@ def test_checkpoints_at_hand_are_those_of_the_ledger(tmp_path: Path) -> None:
     entries = honest()
     record = msgspec.structs.replace(open_entry(make_trained(RUN, 0)).record, checkpoint=good.id)
     entries[7] = seal(record, OPERATOR)
-    for name, checkpoint, clean in (("same", good, True), ("other", other, False)):
+    strange = sealed(other.record, BOB)
+    for name, checkpoint, clean in (("same", good, True), ("other", other, False), ("strange", strange, True)):
         directory = export(tmp_path / name, entries, head=head_at(entries))
         (directory / "checkpoints").mkdir()
         (directory / "checkpoints" / checkpoint.id.hex()).write_bytes(checkpoint.data)
         report = audited(directory)
         assert (report.clean, report.breaches_by_kind) == (clean, {} if clean else {"lineage": 1})
+        said = any("not signed, and that say nothing: 1" in note for note in report.notes)
+        assert said == (checkpoint is strange), "anybody can put a manifest into a directory"
 
 
 def test_balance_that_the_verdicts_do_not_give_is_a_breach() -> None:
@@ -325,6 +341,85 @@ def test_balance_that_the_verdicts_do_not_give_is_a_breach() -> None:
     audit.state.contributors[ALICE.peer_id].balance.mature += 1
     audit.finish()
     assert audit.breaches.counts == {"balance": 1}
+
+
+def test_credits_that_moved_from_one_to_another_are_a_breach() -> None:
+    """The sum is right, and two contributors have what the verdicts do not give them."""
+    audit = Audit(MANIFEST)
+    entries = honest()[:8]
+    for number, data in enumerate(entries):
+        audit.take(Checked(number, data, open_entry(data), None))
+    alice, bob = (audit.state.contributors[who.peer_id].balance for who in (ALICE, BOB))
+    amount = 7
+    alice.mature, bob.mature = alice.mature - amount, bob.mature + amount
+    audit.finish()
+    assert {(one.kind, one.who) for one in audit.breaches.found} == {
+        ("balance", str(ALICE.peer_id)),
+        ("balance", str(BOB.peer_id)),
+    }
+
+
+# Whether it is all.
+
+
+def test_a_copy_that_is_cut_off_beside_a_head_of_somebody_else_is_not_clean(tmp_path: Path) -> None:
+    """Anybody can cut off a copy and sign a head for what is left, in a key of his own."""
+    entries = honest()[:5]
+    for name, head in (
+        ("strange", head_at(entries, by=BOB)),
+        ("none", None),
+        ("shorter", head_at(entries[:3])),
+    ):
+        directory = export(tmp_path / name, entries, head=head)
+        report = audited(directory)
+        assert (report.clean, report.outcome) == (True, "unconfirmed")
+        assert report.confirmed == (3 if name == "shorter" else None)
+        assert any("complete up to entry 5 as far as this copy shows" in note for note in report.notes)
+        assert any("heads at hand that the trainer has not signed" in note for note in report.notes) == (
+            name == "strange"
+        )
+        done = run_cli("audit", "--from", directory, "--json")
+        assert (done.exit_code, json.loads(done.stdout)["outcome"]) == (3, "unconfirmed")
+        said = run_cli("audit", "--from", directory).stdout
+        assert "nothing here shows that this is all" in said
+        assert "clean" not in said
+    report = audited(export(tmp_path / "whole", entries, head=head_at(entries)))
+    assert (report.outcome, report.confirmed) == ("clean", 5)
+    empty = export(tmp_path / "empty", [])
+    (empty / "ledger" / "segment-00000000").touch()
+    assert audited(empty).outcome == "unconfirmed"
+
+
+@pytest.mark.parametrize("name", ["segment-99999999", "segment-\u0663", "segment-3", "segment-000000000"])
+def test_stray_files_among_segments(tmp_path: Path, name: str) -> None:
+    """Names that no node writes are no segments; one that is a segment's, and no segment's turn, is named."""
+    directory = export(tmp_path / "run", honest(), head=head_at(honest()))
+    (directory / "ledger" / name).write_bytes(b"x")
+    report = audited(directory)
+    if name == "segment-99999999":
+        assert (report.breaches_by_kind, report.run["entries"]) == ({"truncated": 1}, 11)
+        assert "segment-00000001 is damaged at entry 11: it is missing, and segment-99999999 is" in (
+            report.breaches[0].what
+        )
+    else:
+        assert report.breaches == []
+
+
+def test_a_segment_that_is_a_directory_says_what_to_look_at(tmp_path: Path) -> None:
+    directory = export(tmp_path / "run", honest(), head=head_at(honest()))
+    path = directory / "ledger" / "segment-00000000"
+    path.unlink()
+    path.mkdir()
+    done = run_cli("audit", "--from", directory)
+    assert isinstance(done.exception, AuditError)
+    assert f"ls -ld {path}" in done.exception.hint
+
+
+def test_a_directory_without_a_key_is_not_somebody_elses(tmp_path: Path) -> None:
+    done = run_cli("ledger", "mine", "--data-dir", tmp_path)
+    assert isinstance(done.exception, IdentityError)
+    assert "there is no key file" in done.exception.message
+    assert "owner" not in done.exception.hint
 
 
 # Nobody is accused by a consequence.
@@ -420,21 +515,96 @@ def test_a_forged_head_in_a_verdict_is_no_word_of_the_trainer(tmp_path: Path) ->
     assert {(one.kind, one.who) for one in report.breaches} == {("signature", str(VALIDATOR.peer_id))}
 
 
-def test_who_names_another_policy_first_has_not_said_which_is_right(tmp_path: Path) -> None:
-    """A contributor's work comes before the trainer's own word for a step's policy; the trainer is not blamed."""
+def honest_draws(run: Signed[Manifest]) -> tuple[list[bytes], list[bytes]]:
+    """A contributor with a record; and its next works with verdicts by the draw, one drawn and one not."""
+    before = [
+        data
+        for index in range(4)
+        for work in [make_submission(ALICE, run.id, index=index)]
+        for data in (work.data, make_verdict(work).data)
+    ]
+    beacon = head_at(before, run_id=run.id)
+    state = LedgerState(run.id, run.record)
+    for entry in before:
+        state.apply(entry)
+    rate = check_rate(state.record(ALICE.peer_id, state.length), run.record.checks)
+    assert rate < 1
+    after: list[bytes] = []
+    for index, drawn in enumerate((True, False)):
+        tries = (make_submission(ALICE, run.id, step=1, index=index, sha256=bytes([index, n]) * 16) for n in range(99))
+        work = next(one for one in tries if is_drawn(beacon_of(beacon), one.id, rate=rate) == drawn)
+        receipt = receipt_of(work, head_sequence=beacon.record.previous_sequence).data
+        draw = Draw(drawn=drawn, rate=rate, why="by lot", beacon=beacon.data, receipt=receipt)
+        after += [work.data, make_verdict(work, draw=draw).data]
+    return before, after
+
+
+def test_draws_by_a_ledger_that_the_trainer_rewrote_accuse_no_validator(tmp_path: Path) -> None:
+    """The trainer puts another's work in the place of some and signs that: honest rates are no longer this ledger's."""
+    before, after = honest_draws(MANIFEST)
+    entries = [*before, *after]
+    assert audited(export(tmp_path / "honest", entries, head=head_at(entries))).outcome == "clean"
+    other = make_submission(BOB, RUN)
+    rewritten = [*before[:-2], other.data, make_verdict(other).data, *after]
+    report = audited(export(tmp_path / "rewritten", rewritten, head=head_at(rewritten)))
+    assert {(one.kind, one.who) for one in accusations(report)} == {("fork", str(OPERATOR.peer_id))}
+    assert report.breaches_by_kind["fork"] == 1
+
+
+def test_a_head_of_more_entries_than_came_before_it_is_another_ledgers(tmp_path: Path) -> None:
+    """The trainer signs a head of a longer ledger for a validator that it shares with."""
+    work = make_submission(ALICE, RUN, index=2)
+    beacon = make_head(RUN, 2, ledger_length=13, ledger_tip=b"t" * 32)
+    draw = Draw(drawn=False, rate=0.25, why="by lot", beacon=beacon.data, receipt=receipt_of(work).data)
+    entries = [*honest(), work.data, make_verdict(work, draw=draw).data]
+    report = audited(export(tmp_path / "run", entries, head=head_at(entries)))
+    assert {(one.kind, one.who) for one in report.breaches} == {("draw", ""), ("fork", str(OPERATOR.peer_id))}
+
+
+def test_heads_in_verdicts_that_are_refused_tell_of_a_fork_as_well(tmp_path: Path) -> None:
+    """The trainer leaves out what a verdict is about, and changes what was before: its heads are still its word."""
+    before, after = honest_draws(MANIFEST)
+    other = make_submission(BOB, RUN)
+    entries = [*before[:-2], other.data, make_verdict(other).data, after[1]]
+    report = audited(export(tmp_path / "run", entries, head=head_at(entries)))
+    assert {(one.kind, one.who) for one in accusations(report)} == {
+        ("unknown-submission", str(OPERATOR.peer_id)),
+        ("fork", str(OPERATOR.peer_id)),
+    }
+
+
+def test_a_trained_entry_with_a_false_checkpoint_accuses_no_contributor(tmp_path: Path) -> None:
+    """The trainer would have it seem that honest work names another policy than it should."""
+    real, false = b"c" * 32, b"z" * 32
+    first, second = make_submission(ALICE, RUN), make_submission(BOB, RUN)
+    work = make_submission(ALICE, RUN, step=1, checkpoint_step=1, checkpoint=real)
+    trained = msgspec.structs.replace(open_entry(make_trained(RUN, 0)).record, checkpoint=false)
+    entries = [data for one in (first, second) for data in (one.data, make_verdict(one).data)]
+    entries += [make_batch(RUN, 0, [first, second]), seal(trained, OPERATOR)]
+    entries += [work.data, make_verdict(work).data, make_batch(RUN, 1, [work])]
+    head = head_at(entries, checkpoint_step=1, checkpoint=real)
+    report = audited(export(tmp_path / "run", entries, head=head))
+    assert {(one.kind, one.who) for one in report.breaches} == {
+        ("unusable", str(OPERATOR.peer_id)),
+        ("lineage", str(OPERATOR.peer_id)),
+    }
+
+
+def test_the_trainer_answers_for_two_policies_of_one_step_in_its_batches(tmp_path: Path) -> None:
+    """Which one is right is not shown before its own word; it trained on both, and contributors name what they got."""
     work = make_submission(ALICE, RUN, checkpoint=b"z" * 32)
     entries = [work.data, make_verdict(work).data]
     other = make_submission(BOB, RUN)
     entries += [other.data, make_verdict(other).data, make_batch(RUN, 0, [work, other])]
     report = audited(export(tmp_path / "run", entries, head=head_at(entries, checkpoint=other.record.checkpoint)))
-    assert [(one.kind, one.who) for one in report.breaches] == [("lineage", str(ALICE.peer_id))]
+    assert [(one.kind, one.who) for one in report.breaches] == [("lineage", str(OPERATOR.peer_id))]
     report = audited(export(tmp_path / "alone", entries))
-    assert [(one.kind, one.who) for one in report.breaches] == [("lineage", "")]
+    assert [(one.kind, one.who) for one in report.breaches] == [("lineage", str(OPERATOR.peer_id))]
 
 
 # Admissions, appeals and reinstatements.
 
-ERIN, FRANK = Identity.from_phrase("erin"), Identity.from_phrase("frank")
+ERIN, FRANK, CAROL = (Identity.from_phrase(name) for name in ("erin", "frank", "carol"))
 INVITING = sealed(
     make_manifest(
         validators=(ERIN.peer_id.public_key, FRANK.peer_id.public_key),
@@ -505,6 +675,23 @@ def test_validators_are_overruled_by_a_quorum_and_righted_by_an_appeal() -> None
     assert overruled(3) == [0, 0, 0, 0]
     assert overruled(4) == overruled(5) == [0, 0, 1, 0]
     assert overruled(6) == overruled(9) == [1, 1, 0, 0]
+
+
+def test_who_granted_what_the_others_refuse_is_overruled() -> None:
+    """A friend of a cheat's among five, of whom two must agree, answers its appeal."""
+    judges = [ERIN, FRANK, VALIDATOR, BOB, CAROL]
+    run = sealed(make_manifest(validators=tuple(one.peer_id.public_key for one in judges), quorum=2), OPERATOR)
+    work = make_submission(ALICE, run.id)
+    caught = [make_verdict(work, by=one, outcome="reject", hard=True, reason="seed: x") for one in (ERIN, FRANK)]
+    appeal = make_appeal(ALICE, caught[0])
+    lie = make_answer(work, appeal, by=VALIDATOR)
+    entries = [work, *caught, appeal, lie]
+    entries += [make_answer(work, appeal, by=one, outcome="reject", reason="seed: x") for one in (BOB, CAROL)]
+    audit = Audit(run)
+    for number, entry in enumerate(entries):
+        assert [row.overruled for row in audit.validators] == [0] * 5
+        audit.take(Checked(number, entry.data, entry, None))
+    assert [row.overruled for row in audit.validators] == [0, 0, 1, 0, 0]
 
 
 def test_forfeits_that_stand_are_reported(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from factories import (
 
 from node.ledger.audit import Audit
 from node.ledger.signatures import Checked
+from protocol.appeals import Appeals, Tally
 from protocol.identity import Identity
 from protocol.ledger import LedgerState, open_entry
 from protocol.ledger_memory import LedgerSubmission
@@ -64,6 +65,51 @@ def test_books_agree_with_the_rules() -> None:
     audit = audit_of(judged())
     assert breaches(audit) == []
     assert audit.state.contributors[ALICE.peer_id].credits == 80
+
+
+FIVE = [*JUDGES, *(Identity.from_phrase(name) for name in ("heidi", "ivan"))]
+
+
+def court(first: Sequence[tuple[int, str]], answers: Sequence[tuple[int, str]], *, validators: int) -> Audit:
+    """What so many validators judged, and then answered; by number of the validator."""
+    keys = tuple(one.peer_id.public_key for one in FIVE[:validators])
+    run = sealed(make_manifest(validators=keys, quorum=2), OPERATOR)
+    work = make_submission(ALICE, run.id)
+    verdicts = [make_verdict(work, by=FIVE[judge], outcome=said) for judge, said in first]
+    appeal = make_appeal(ALICE, next(one for one in verdicts if one.record.outcome == "reject"))
+    answered = [make_answer(work, appeal, by=FIVE[judge], outcome=said) for judge, said in answers]
+    audit = Audit(run)
+    for number, entry in enumerate([work, *verdicts, appeal, *answered]):
+        audit.take(Checked(number, entry.data, entry, None))
+    return audit
+
+
+REJECTED = [(0, "reject"), (1, "reject")]
+
+
+@pytest.mark.parametrize(
+    ("first", "answers", "validators", "earned"),
+    [
+        (REJECTED, [(2, "reject"), (3, "accept"), (4, "accept")], 5, 40),
+        (REJECTED, [(2, "accept"), (3, "reject"), (4, "reject")], 5, 0),
+        ([(0, "accept"), (1, "reject"), (2, "reject")], [(3, "accept")], 4, 40),
+        ([(0, "accept"), (1, "reject"), (2, "reject")], [(3, "accept")], 5, 0),
+        (REJECTED, [(2, "undecided"), (3, "accept"), (2, "accept")], 5, 40),
+    ],
+    ids=["granted", "refused", "one-left", "two-left", "unsure-first"],
+)
+def test_books_count_answers_as_the_rules_do(
+    first: list[tuple[int, str]], answers: list[tuple[int, str]], validators: int, earned: int
+) -> None:
+    audit = court(first, answers, validators=validators)
+    assert breaches(audit) == []
+    assert audit.state.contributors[ALICE.peer_id].credits == earned
+
+
+def test_books_take_one_answer_of_two_for_no_grant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rules of a node that was tampered with let a liar grant a friend's appeal alone."""
+    monkeypatch.setattr(Appeals, "tally", lambda *_: Tally(needed=1, accepts=1, rejects=0, left=1))
+    assert breaches(court(REJECTED, [(2, "accept")], validators=5)) == [("quorum", 4), ("balance", None)]
 
 
 def credit_early(state: LedgerState, submission: LedgerSubmission, latest: Verdict) -> None:

@@ -284,7 +284,9 @@ async def test_relays_that_lag_or_are_ahead_are_no_fork(tmp_path: Path) -> None:
 
 
 def long_ledger(count: int = 8) -> list[bytes]:
-    submissions = [make_submission(ALICE, MANIFEST.id, step=at // 4, index=at % 4) for at in range(count)]
+    submissions = [
+        make_submission((ALICE, CAROL)[at // 8], MANIFEST.id, step=at % 8 // 4, index=at % 4) for at in range(count)
+    ]
     return [data for one in submissions for data in (one.data, make_verdict(one).data)]
 
 

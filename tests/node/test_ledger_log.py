@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from factories import make_admission, make_manifest, make_submission, make_verdict
 
@@ -21,13 +22,14 @@ from protocol.records import AdmissionSpec
 from protocol.segments import segment_hash, split_segment
 
 RUN = b"r" * 32
+MANIFEST = make_manifest(rollout=msgspec.structs.replace(make_manifest().rollout, max_submissions_per_step=9))
 SMALL = 2000
 """A segment takes four of the entries below, or a little more."""
 
 
 @contextmanager
 def opened(path: Path, *, mends: bool = False) -> Iterator[LedgerLog]:
-    ledger = LedgerLog(path, LedgerState(RUN, make_manifest()), mends=mends, segment_bytes=SMALL)
+    ledger = LedgerLog(path, LedgerState(RUN, MANIFEST), mends=mends, segment_bytes=SMALL)
     try:
         yield ledger
     finally:
@@ -37,7 +39,7 @@ def opened(path: Path, *, mends: bool = False) -> Iterator[LedgerLog]:
 @pytest.fixture
 def entries() -> list[bytes]:
     alice = Identity.from_phrase("alice")
-    submissions = [make_submission(alice, RUN, step=step, index=index) for step in range(3) for index in range(3)]
+    submissions = [make_submission(alice, RUN, index=index) for index in range(9)]
     return [data for one in submissions for data in (one.data, make_verdict(one).data)]
 
 

@@ -158,6 +158,21 @@ def test_answer_to_an_appeal_overturns_a_rejection(tmp_path: Path) -> None:
     assert outbox.rejections(9) == []
 
 
+@pytest.mark.parametrize(("validators", "accepts", "needed"), [(5, 0, 2), (4, 1, 1), (3, 0, 1)])
+def test_as_many_answers_overturn_a_rejection_as_judge(
+    tmp_path: Path, validators: int, accepts: int, needed: int
+) -> None:
+    """A dishonest validator grants an appeal that the ledger does not; or all who are left do."""
+    outbox = Outbox(tmp_path / "outbox.sqlite", quorum=2, validators=validators)
+    work = hand_in(outbox, tmp_path)
+    for judge in ("erin", "frank", "grace")[: 2 + accepts]:
+        outcome = "accept" if judge == "grace" else "reject"
+        outbox.judged(make_verdict(work, by=Identity.from_phrase(judge), outcome=outcome))
+    answers = [make_verdict(work, by=one, appeal=b"a" * 32) for one in (CARL, DAVE)]
+    assert [outbox.judged(one) for one in answers[:needed]] == [False] * (needed - 1) + [True]
+    assert outbox.count("accepted") == 1
+
+
 def test_receipts_of_every_station_are_kept_and_shown(tmp_path: Path) -> None:
     outbox = Outbox(tmp_path / "outbox.sqlite")
     first, second = hand_in(outbox, tmp_path), hand_in(outbox, tmp_path, 1)

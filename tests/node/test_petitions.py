@@ -19,6 +19,7 @@ from factories import (
     sealed,
 )
 
+from protocol.identity import Identity
 from protocol.records import AdmissionSpec, Draw, Eviction, Reinstatement
 
 # Admission.
@@ -118,6 +119,27 @@ async def test_verdict_beyond_the_quorum_stays_free_for_an_appeal(tmp_path: Path
 
 
 # Appeals.
+
+EVE, FAY = Identity.from_phrase("eve"), Identity.from_phrase("fay")
+FIVE = (*THREE, *(one.peer_id.public_key for one in (EVE, FAY)))
+
+
+@pytest.mark.parametrize(
+    ("liar", "others", "standing"), [("reject", "accept", "active"), ("accept", "reject", "evicted")]
+)
+async def test_one_liar_decides_no_appeal(tmp_path: Path, liar: str, others: str, standing: str) -> None:
+    """A dishonest validator answers first: it refuses whoever was wronged, or grants the appeal of a friend."""
+    world = worlds(tmp_path, validators=FIVE, quorum=2)
+    work = make_submission(ALICE, RUN)
+    verdict = hard(work, CARL)
+    await world.hear(work, hard(work, VALIDATOR), verdict)
+    appeal = make_appeal(ALICE, verdict)
+    await world.hear(appeal, make_answer(work, appeal, by=DAVE, outcome=liar))
+    assert (world.standing(ALICE), world.state.open_appeals()) == ("evicted", [appeal.id])
+    assert not world.collector.has_all()
+    await world.hear(*(make_answer(work, appeal, by=judge, outcome=others) for judge in (EVE, FAY)))
+    assert (world.standing(ALICE), world.state.open_appeals()) == (standing, [])
+    assert (Reinstatement.KIND in world.kinds()) == (standing == "active")
 
 
 @pytest.mark.parametrize("answer_first", [True, False])

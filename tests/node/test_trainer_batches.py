@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ class Compute:
         if method == "open":
             return {"step": self.opened, "policy_dir": "/nowhere"}
         self.trained.append(params)
-        return {"step": params["step"] + 1, "policy_dir": "/nowhere", "metrics": {"reward": 9.0, "loss": 0.5}}
+        metrics = {"reward": 9.0, "loss": 0.5, "ratio_max": math.inf, "entropy": math.nan}
+        return {"step": params["step"] + 1, "policy_dir": "/nowhere", "metrics": metrics}
 
 
 class Reader:
@@ -138,6 +140,8 @@ async def test_the_batch_asks_for_more_instead_of_training_on_less(tmp_path: Pat
     metrics = world.ledger.state.trained[0].metrics
     assert metrics["reward"] == pytest.approx(0.7), "of all rollouts, not of those that were trained on"
     assert (metrics["groups_without_signal"], metrics["rollouts_collected"]) == (6.0, 20.0)
+    assert metrics["loss"] == 0.5
+    assert not {"ratio_max", "entropy"} & set(metrics), "the ledger takes finite numbers alone"
 
 
 async def test_at_the_deadline_it_trains_with_what_is_there(tmp_path: Path, clock: Any) -> None:

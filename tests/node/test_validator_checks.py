@@ -554,6 +554,17 @@ def test_a_policy_that_gives_no_numbers_is_undecided(manifest, alice, tmp_path):
     assert "not finite" in judgement["reason"]
 
 
+def test_a_verdict_holds_finite_numbers_alone(change, alice):
+    """A contributor signs for log-probabilities whose errors are beyond any float: its verdict must still be one."""
+    judgement = change({0: {"logprobs": [-3e38] * len(alice.rollouts[0].output_ids)}})
+    assert rejected(judgement, "logprob")
+    assert all(math.isfinite(value) for check in judgement["checks"] for value in check["numbers"].values())
+    found = check_logprobs([measured(rows=32, errors=[math.inf] * 32)], BFLOAT16)
+    assert (found.result.outcome, found.hard) == ("fail", True)
+    assert "max_error" not in found.result.numbers
+    assert "inf" in found.result.detail
+
+
 def test_another_environment_is_undecided(judge, manifest, alice):
     """This validator's installation lacks the run's environment."""
     other = msgspec.structs.replace(manifest.environment, digest=b"e" * 32)

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from factories import make_draw_evidence, make_head, make_manifest, make_submission, make_verdict, receipt_of
+from factories import (
+    make_batch,
+    make_draw_evidence,
+    make_head,
+    make_manifest,
+    make_submission,
+    make_verdict,
+    receipt_of,
+)
 
 from node.validator.docket import OpenCase
 from node.validator.draws import MAX_HEADS, NEVER_SEEN, Draws
@@ -27,6 +35,7 @@ def ledger() -> LedgerState:
             submission = make_submission(ALICE, RUN, step=step, index=index)
             state.apply(submission.data)
             state.apply(make_verdict(submission).data)
+    state.apply(make_batch(RUN, 0, [submission]))
     return state
 
 
@@ -75,7 +84,7 @@ def in_full(draw: Draw | None) -> str:
 
 def test_newcomer_and_whoever_was_rejected_are_checked_in_full(draws: Draws, ledger: LedgerState) -> None:
     assert in_full(draws.draw(case(who=Identity.from_phrase("bob")), waited_s=0.0)) == "newcomer"
-    submission = make_submission(ALICE, RUN, step=4)
+    submission = make_submission(ALICE, RUN, step=2)
     ledger.apply(submission.data)
     ledger.apply(make_verdict(submission, outcome="reject", reason="logprob: off").data)
     assert in_full(draws.draw(case(), waited_s=0.0)) == "rejected before"
@@ -119,7 +128,7 @@ def test_ledger_that_the_beacon_names_is_waited_for(draws: Draws, ledger: Ledger
     beat(draws, ledger, 2, ledger_length=ledger.length + 1)
     assert draws.draw(case(), waited_s=1.0) is None
     assert in_full(draws.draw(case(), waited_s=31.0)) == "the beacon's ledger did not come"
-    submission = make_submission(ALICE, RUN, step=4)
+    submission = make_submission(ALICE, RUN, step=2)
     ledger.apply(submission.data)
     draw = draws.draw(case(), waited_s=1.0)
     assert draw is not None

@@ -27,7 +27,8 @@ class Work:
     unsure: set[tuple[str, bytes]] = field(default_factory=set)
     """Who could not tell, and on which appeal; on none where nobody had appealed."""
     rejections: list[Signed[Verdict]] = field(default_factory=list)
-    answered_hard: int = 0
+    answers: list[str] = field(default_factory=list)
+    """Accepts and rejects in answer to appeals."""
     used: bool = False
     settled_step: int | None = None
     granted: bool = False
@@ -54,8 +55,18 @@ class Work:
         """One decision of each judge; that it cannot tell, once each time that it is asked, and before it decides."""
         return judge not in self.decided and not (outcome == "undecided" and (judge, appeal) in self.unsure)
 
+    def needed(self, quorum: int, judges: int) -> int:
+        """So many others must say the same on appeal: a quorum, or all whom the first judges left."""
+        first = sum(outcome != "undecided" for _, outcome, _ in self.said)
+        return min(quorum, judges - first)
+
+    def may_be_granted(self, quorum: int, judges: int) -> bool:
+        left = judges - len(self.decided)
+        return left > 0 and self.answers.count("accept") + left >= self.needed(quorum, judges)
+
     def hard_votes(self) -> int:
-        return self.answered_hard + sum(hard for _, _, hard in self.said)
+        """Answers to appeals are none: they add nothing to the grounds."""
+        return sum(hard for _, _, hard in self.said)
 
 
 @dataclass
@@ -68,9 +79,15 @@ class Case:
     answer: Signed[Verdict] | None = None
     ended_step: int = 0
 
-    def nobody_can_tell(self, judges: set[str]) -> bool:
-        """Whether all who have not decided have answered that they cannot."""
-        return all((judge, self.signed.id) in self.work.unsure for judge in judges - self.work.decided)
+    def answered(self, quorum: int, judges: set[str]) -> str:
+        """What enough agree on; undecided where not even all who have not spoken to it yet could make them enough."""
+        needed = self.work.needed(quorum, len(judges))
+        silent = [judge for judge in judges - self.work.decided if (judge, self.signed.id) not in self.work.unsure]
+        for outcome, state in (("accept", "granted"), ("reject", "refused")):
+            if self.work.answers.count(outcome) >= needed:
+                return state
+        hopes = [self.work.answers.count(outcome) + len(silent) >= needed for outcome in ("accept", "reject")]
+        return "open" if any(hopes) else "undecided"
 
 
 @dataclass
@@ -94,6 +111,10 @@ class Model:
     def may_work(self, who: Identity) -> bool:
         return (not self.listed or who in self.admitted) and who not in self.evicted_for
 
+    def is_open(self, step: int) -> bool:
+        """Whether a relay may have taken work for a step: one that the ledger is at, or the next one."""
+        return step <= self.batches + 1
+
     def appeal_fits(self, who: Identity, work: Work, verdict: Signed[Verdict], judges: int) -> bool:
         """Each of the conditions that docs/protocol.md names."""
         before = [case for case in self.cases.values() if case.signed.record.verdict == verdict.id]
@@ -106,7 +127,8 @@ class Model:
             and not any(case.state == "open" and case.signed.author == who.peer_id for case in self.cases.values())
             and self.trained - since <= self.maturity
             and self.trained >= self.wait_until.get(who, 0)
-            and len(work.decided) < judges
+            and not any(case.work is work and case.state == "refused" for case in self.cases.values())
+            and work.may_be_granted(self.quorum, judges)
         )
 
     def balance(self, who: Identity) -> tuple[int, int, int]:

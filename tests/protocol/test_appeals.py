@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -28,15 +29,16 @@ from protocol.ledger import LedgerState
 from protocol.records import Appeal, BatchSpec, CreditSpec, Draw, Submission, Verdict
 
 RUN = b"r" * 32
-JUDGES = [Identity.from_phrase(name) for name in ("erin", "frank", "grace")]
+FIVE = [Identity.from_phrase(name) for name in ("erin", "frank", "grace", "heidi", "ivan")]
+JUDGES = FIVE[:3]
 WINDOW = 2
 
 
 class World:
-    """A run with three validators, in which alice is evicted for her second submission."""
+    """A run with three validators, in which alice is evicted for her second submission; the first ones judge."""
 
-    def __init__(self, alice: Identity, *, quorum: int = 1) -> None:
-        keys = tuple(judge.peer_id.public_key for judge in JUDGES)
+    def __init__(self, alice: Identity, *, quorum: int = 1, validators: Sequence[Identity] = JUDGES) -> None:
+        keys = tuple(judge.peer_id.public_key for judge in validators)
         self.manifest = make_manifest(
             validators=keys,
             quorum=quorum,
@@ -349,6 +351,131 @@ def test_the_reinstated_can_be_evicted_again_but_not_for_the_same(world: World) 
     world.state.apply(make_eviction(verdict))
     alice = world.state.contributors[world.alice.peer_id]
     assert (alice.credits, alice.balance.forfeited, alice.balance.restored) == (0, 80, 80)
+
+
+# Answers: as many must agree as for a verdict.
+
+
+@pytest.fixture
+def court(alice: Identity) -> World:
+    """Two of five have alice evicted, and two must agree."""
+    return World(alice, quorum=2, validators=FIVE).evict()
+
+
+def test_one_liar_refuses_no_appeal(court: World) -> None:
+    """A dishonest validator is the first to answer, and rejects."""
+    state, appeal = court.state, court.appeal()
+    court.answer(appeal, by=FIVE[2], outcome="reject", hard=True, reason="toploc: y")
+    assert state.open_appeals() == [appeal.id]
+    first = court.answer(appeal, by=FIVE[3])
+    assert (state.open_appeals(), state.owed()) == ([appeal.id], [])
+    assert refused(state, make_reinstatement(first, appeal).data) == "no-ground"
+    last = court.answer(appeal, by=FIVE[4])
+    assert (state.appeals[appeal.id].state, state.appeals[appeal.id].answer) == ("granted", last.id)
+    assert [(duty.kind, duty.verdict) for duty in state.owed()] == [("reinstatement", last.id)]
+    assert refused(state, make_reinstatement(first, appeal).data) == "no-ground"
+    state.apply(make_reinstatement(last, appeal).data)
+    alice = state.contributors[court.alice.peer_id]
+    assert (alice.standing, alice.credits, alice.rejected, alice.next_appeal) == ("active", 80, {}, 0)
+
+
+def test_one_liar_grants_no_appeal(court: World) -> None:
+    """A dishonest validator grants the appeal of a friend who was rightly evicted."""
+    state, appeal = court.state, court.appeal()
+    lie = court.answer(appeal, by=FIVE[2])
+    assert state.submissions[court.bad.id].state == "rejected"
+    court.answer(appeal, by=FIVE[3], outcome="reject", reason="toploc: y")
+    assert state.open_appeals() == [appeal.id]
+    court.answer(appeal, by=FIVE[4], outcome="reject", reason="toploc: y")
+    assert (state.appeals[appeal.id].state, state.owed()) == ("refused", [])
+    assert refused(state, make_reinstatement(lie, appeal).data) == "no-ground"
+    alice = state.contributors[court.alice.peer_id]
+    assert (alice.standing, alice.credits, alice.next_appeal) == ("evicted", 0, WINDOW)
+    assert not state.may_be_appealed(court.bad.id)
+
+
+def test_one_validator_answers_once(court: World) -> None:
+    """A liar votes twice, so as to be a quorum by itself."""
+    appeal = court.appeal()
+    court.answer(appeal, by=FIVE[2])
+    for outcome in ("accept", "reject", "undecided"):
+        again = make_answer(court.bad, appeal, by=FIVE[2], outcome=outcome, issued_at_ms=9)
+        assert refused(court.state, again.data) == "duplicate-verdict"
+    assert court.state.open_appeals() == [appeal.id]
+
+
+@pytest.mark.parametrize(("outcome", "state"), [("accept", "granted"), ("reject", "refused")])
+def test_where_one_is_left_it_decides_alone(alice: Identity, outcome: str, state: str) -> None:
+    world = World(alice, quorum=2)
+    appeal = world.appeal()
+    assert world.state.appeal_tally(appeal.id).needed == 1
+    world.answer(appeal, outcome=outcome)
+    assert world.state.appeals[appeal.id].state == state
+
+
+def test_answers_that_disagree_with_nobody_left_end_an_appeal_at_no_cost(alice: Identity) -> None:
+    world = World(alice, quorum=2, validators=FIVE[:4])
+    appeal = world.appeal()
+    world.answer(appeal, by=FIVE[2], outcome="reject", reason="toploc: y")
+    assert world.state.open_appeals() == [appeal.id]
+    world.answer(appeal, by=FIVE[3])
+    case = world.state.appeals[appeal.id]
+    assert (case.state, case.answer, world.state.open_appeals()) == ("undecided", b"", [])
+    assert world.state.submissions[world.bad.id].state == "rejected"
+    assert world.state.contributors[alice.peer_id].next_appeal == 0
+    assert not world.state.may_appeal_again(appeal.id)
+    assert refused(world.state, make_appeal(alice, world.verdict, reason="again").data) == "nobody-left"
+
+
+def test_who_could_not_tell_breaks_the_tie_at_the_second_appeal(court: World) -> None:
+    """What was said in answer to the first one counts on."""
+    first = court.appeal()
+    court.answer(first, by=FIVE[2])
+    court.answer(first, by=FIVE[3], outcome="reject", reason="toploc: y")
+    court.answer(first, by=FIVE[4], outcome="undecided")
+    assert court.state.appeals[first.id].state == "undecided"
+    assert court.state.contributors[court.alice.peer_id].next_appeal == 0
+    assert court.state.may_appeal_again(first.id)
+    second = court.appeal(reason="again")
+    court.answer(second, by=FIVE[4])
+    assert court.state.appeals[second.id].state == "granted"
+    assert [duty.appeal for duty in court.state.owed()] == [second.id]
+
+
+def test_an_appeal_ends_when_those_left_are_too_few(alice: Identity) -> None:
+    world = World(alice, quorum=2, validators=FIVE[:4])
+    first = world.appeal()
+    world.answer(first, by=FIVE[2], outcome="undecided")
+    assert world.state.appeals[first.id].state == "undecided"
+    second = world.appeal(reason="again")
+    for judge in FIVE[2:4]:
+        world.answer(second, by=judge)
+    assert world.state.appeals[second.id].state == "granted"
+
+
+def test_who_cannot_tell_makes_nobody_the_only_one_left(alice: Identity) -> None:
+    """A liar says that it cannot tell, waits until the others have rejected, and is to grant the next appeal alone."""
+    world = World(alice, quorum=2, validators=FIVE[:4])
+    first, second = world.state.submissions[world.bad.id].rejections()
+    appeal = world.appeal()
+    world.answer(appeal, by=FIVE[2], outcome="reject", reason="toploc: y")
+    world.answer(appeal, by=FIVE[3], outcome="undecided")
+    assert world.state.appeals[appeal.id].state == "undecided"
+    for verdict in (first, second):
+        assert refused(world.state, make_appeal(alice, verdict, reason="again").data) == "nobody-left"
+
+
+def test_a_refusal_is_for_every_verdict_about_the_work(alice: Identity) -> None:
+    """Two judges rejected it, so that there are two verdicts to appeal against; the last two validators are friends."""
+    court = World(alice, quorum=2, validators=[*FIVE, Identity.from_phrase("judy")])
+    first, second = court.state.submissions[court.bad.id].rejections()
+    court.verdict = first
+    appeal = court.appeal()
+    for judge in FIVE[2:4]:
+        court.answer(appeal, by=judge, outcome="reject", reason="toploc: y")
+    assert court.state.appeals[appeal.id].state == "refused"
+    assert refused(court.state, make_appeal(court.alice, second).data) == "duplicate-appeal"
+    assert not court.state.may_be_appealed(court.bad.id)
 
 
 # Quorum m of n.

@@ -37,8 +37,10 @@ def accept(state: LedgerState, who: Identity, step: int, index: int = 0) -> Sign
     return submission
 
 
-def evict(state: LedgerState, who: Identity, *, step: int = 7) -> None:
-    bad = make_submission(who, RUN, step=step)
+def evict(state: LedgerState, who: Identity) -> None:
+    """For work of the next step, which a relay would have taken."""
+    step = len(state.batches) + 1
+    bad = make_submission(who, RUN, step=step, index=state.next_index(who.peer_id, step))
     state.apply(bad.data)
     verdict = make_verdict(bad, outcome="reject", hard=True, reason="seed: x")
     state.apply(verdict.data)

@@ -10,6 +10,8 @@ import pytest
 from factories import (
     OPERATOR,
     VALIDATOR,
+    make_answer,
+    make_appeal,
     make_batch,
     make_draw_evidence,
     make_eviction,
@@ -30,6 +32,7 @@ from protocol.ledger import LedgerState, next_tip, open_entry
 from protocol.records import BatchSpec, Submission
 
 RUN = b"r" * 32
+ALICE = Identity.from_phrase("alice")
 
 
 @pytest.fixture
@@ -276,7 +279,16 @@ def test_undecided_submissions_change_no_record(state: LedgerState, alice: Ident
     assert state.record(alice.peer_id, state.length) == TrackRecord()
 
 
+def reach(state: LedgerState, step: int) -> None:
+    """Commit the batches before a step."""
+    for at in range(len(state.batches), step):
+        work = make_submission(CAROL, RUN, step=at, checkpoint_step=at)
+        accept(state, work)
+        state.apply(make_batch(RUN, at, [work]))
+
+
 def veteran(state: LedgerState, alice: Identity) -> None:
+    reach(state, 2)
     for step in range(3):
         for index in range(4):
             accept(state, make_submission(alice, RUN, step=step, index=index))
@@ -289,7 +301,7 @@ def test_ledger_takes_no_accept_without_the_costly_checks_that_were_due(
     """A validator saves itself the work, or does its friend a favour."""
     veteran(state, alice)
     beacon = make_head(RUN, 2, ledger_length=state.length)
-    tries = (make_submission(alice, RUN, step=9, sha256=bytes([n]) * 32) for n in range(99))
+    tries = (make_submission(alice, RUN, step=3, sha256=bytes([n]) * 32) for n in range(99))
     submission = next(one for one in tries if is_drawn(beacon_of(beacon), one.id, rate=0.25) == drawn)
     state.apply(submission.data)
     verdict = make_verdict(submission, draw=make_draw_evidence(submission, beacon, rate=0.25))
@@ -313,6 +325,7 @@ def test_beacon_that_names_a_longer_ledger_excuses_nothing(state: LedgerState, a
 
 def test_policies_of_a_contributor_never_go_back(state: LedgerState, alice: Identity, bob: Identity) -> None:
     """Grinding: a contributor computes an index with every policy that is still taken, and hands in the best."""
+    reach(state, 4)
     state.apply(make_submission(alice, RUN, step=4, checkpoint_step=3).data)
     state.apply(make_submission(alice, RUN, step=4, index=1, checkpoint_step=4).data)
     assert refused(state, make_submission(alice, RUN, step=4, index=2, checkpoint_step=3).data) == "policy-back"
@@ -324,6 +337,7 @@ def test_policies_of_a_contributor_never_go_back(state: LedgerState, alice: Iden
 
 def test_order_of_policies_is_by_step_and_index_and_not_by_arrival(state: LedgerState, alice: Identity) -> None:
     """An honest node's earlier work may be judged after its later work."""
+    reach(state, 4)
     state.apply(make_submission(alice, RUN, step=5, checkpoint_step=4).data)
     state.apply(make_submission(alice, RUN, step=5, index=1, checkpoint_step=5).data)
     assert refused(state, make_submission(alice, RUN, step=3, checkpoint_step=5).data) == "policy-back"
@@ -336,9 +350,76 @@ def test_order_of_policies_is_by_step_and_index_and_not_by_arrival(state: Ledger
 @given(st.permutations([(step, index, step // 2) for step in range(4) for index in range(2)]))
 def test_honest_work_is_taken_in_any_order_of_steps(work: list[tuple[int, int, int]]) -> None:
     state = LedgerState(RUN, make_manifest())
+    reach(state, 3)
+    before = len(state.submissions)
     for step, index, policy in sorted(work, key=lambda one: one[1]):  # of one step, the first index comes first
-        state.apply(make_submission(CAROL, RUN, step=step, index=index, checkpoint_step=policy).data)
-    assert len(state.submissions) == len(work)
+        state.apply(make_submission(ALICE, RUN, step=step, index=index, checkpoint_step=policy).data)
+    assert len(state.submissions) == before + len(work)
+
+
+# What a quorum that lies cannot have credited.
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"output_tokens": 4 * 256 + 1}, {"output_tokens": 10**12}, {"rollouts": 5}, {"rollouts": 1, "output_tokens": 257}],
+    ids=str,
+)
+def test_a_submission_is_as_large_as_the_manifest_allows(
+    state: LedgerState, alice: Identity, changes: dict[str, int]
+) -> None:
+    """Validators that share with a contributor accept more tokens than its rollouts can have."""
+    assert refused(state, make_submission(alice, RUN, **changes).data) == "over-tokens"
+    accept(state, make_submission(alice, RUN, output_tokens=4 * 256))
+
+
+def test_no_work_for_steps_to_come(state: LedgerState, alice: Identity) -> None:
+    """Validators that share with a contributor accept work of a thousand steps that nobody has opened."""
+    for step in (2, 250):
+        assert refused(state, make_submission(alice, RUN, step=step).data) == "future"
+    accept(state, make_submission(alice, RUN, step=1))
+    reach(state, 1)
+    accept(state, make_submission(alice, RUN, step=2))
+
+
+def test_work_that_relays_took_in_time_is_credited_however_late_it_is_settled(
+    state: LedgerState, alice: Identity
+) -> None:
+    """Validators were slow, or a relay was out of reach: that is not the contributor's doing."""
+    reach(state, 3)
+    for step in range(3):
+        state.apply(make_trained(RUN, step))
+    accept(state, make_submission(alice, RUN))
+    assert state.contributors[alice.peer_id].credits == 40
+
+
+def test_no_batch_holds_work_of_another_policy_than_the_one_that_its_step_gave(
+    state: LedgerState, alice: Identity
+) -> None:
+    """Validators that lie would have an honest trainer contradict itself."""
+    reach(state, 1)
+    state.apply(make_trained(RUN, 0))
+    work = make_submission(alice, RUN, step=1, checkpoint_step=1, checkpoint=b"z" * 32)
+    accept(state, work)
+    assert state.usable(1) == []
+    assert refused(state, make_batch(RUN, 1, [work])) == "unusable"
+
+
+def test_a_hard_answer_to_an_appeal_is_no_ground(alice: Identity) -> None:
+    """With a hard vote and a hard answer, the trainer would evict a contributor whom no quorum has caught."""
+    judges = [Identity.from_phrase(name) for name in ("erin", "frank", "grace")]
+    keys = tuple(one.peer_id.public_key for one in judges)
+    state = LedgerState(RUN, make_manifest(validators=keys, quorum=2))
+    work = make_submission(alice, RUN)
+    hard = make_verdict(work, by=judges[0], outcome="reject", hard=True, reason="seed: x")
+    soft = make_verdict(work, by=judges[1], outcome="reject", reason="reward: x")
+    appeal = make_appeal(alice, soft)
+    answer = make_answer(work, appeal, by=judges[2], outcome="reject", hard=True, reason="seed: x")
+    for entry in (work.data, hard.data, soft.data, appeal.data, answer.data):
+        state.apply(entry)
+    for verdict in (hard, answer):
+        assert refused(state, make_eviction(verdict)) == "no-ground"
+    assert state.owed() == []
 
 
 def filtered(**batch: Any) -> LedgerState:

@@ -32,7 +32,7 @@ from protocol.records import AdmissionSpec, BatchSpec, CreditSpec, Eviction, Rei
 
 RUN = b"r" * 32
 PEOPLE = [Identity.from_phrase(name) for name in ("alice", "bob", "carol")]
-JUDGES = [Identity.from_phrase(name) for name in ("erin", "frank", "grace", "heidi")]
+JUDGES = [Identity.from_phrase(name) for name in ("erin", "frank", "grace", "heidi", "ivan")]
 MAX_STALENESS = 1
 CAP = 4
 OUTCOMES = ["accept", "accept", "accept", "reject", "hard", "undecided"]
@@ -78,15 +78,21 @@ class LedgerMachine(RuleBasedStateMachine):
         if self._offer(make_admission(who, RUN).data, allowed=fits):
             self.model.admitted.add(who)
 
-    @rule(who=st.sampled_from(PEOPLE), step=st.integers(0, 2), skip=st.sampled_from([0, 0, 0, 0, 0, 1]))
-    def submit(self, who: Identity, step: int, skip: int) -> None:
-        self._hand_in(who, step, skip)
+    @rule(
+        who=st.sampled_from(PEOPLE),
+        step=st.integers(0, 3),
+        skip=st.sampled_from([0, 0, 0, 0, 0, 1]),
+        excess=st.sampled_from([0, 0, 0, 0, 1, 10**12]),
+    )
+    def submit(self, who: Identity, step: int, skip: int, excess: int) -> None:
+        """Tokens are as many as fit, or more: 4 rollouts, each of which has room for the model's 256."""
+        self._hand_in(who, step, skip, excess=excess)
 
-    def _hand_in(self, who: Identity, step: int, skip: int) -> Work | None:
+    def _hand_in(self, who: Identity, step: int, skip: int, *, excess: int = 0) -> Work | None:
         mine = [work.signed.record for work in self.model.work.values() if work.signed.author == who.peer_id]
         index = sum(record.step == step for record in mine) + skip
-        signed = self._submission(who, step, index)
-        fits = self.model.may_work(who) and not skip and index < CAP
+        signed = self._submission(who, step, index, tokens=4 * 256 + excess if excess else None)
+        fits = self.model.may_work(who) and self.model.is_open(step) and not (skip or excess) and index < CAP
         if self._offer(signed.data, allowed=fits):
             return self.model.work.setdefault(signed.id, Work(signed))
         self._offer(make_verdict(signed, by=JUDGES[0]).data, allowed=False)
@@ -130,7 +136,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def _evict(self, work: Work, verdict: Signed[Verdict]) -> None:
         who = self._author(work)
         just = work.state(self.model.quorum) == "rejected" and work.hard_votes() >= self.model.quorum
-        just = just and verdict.record.hard and who not in self.model.evicted_for
+        just = just and verdict.record.hard and not verdict.record.appeal and who not in self.model.evicted_for
         if self._offer(make_eviction(verdict), allowed=just):
             self.model.evicted_for[who] = work
             self.model.grounds.pop(who, None)
@@ -160,17 +166,17 @@ class LedgerMachine(RuleBasedStateMachine):
         if not self._offer(verdict.data, allowed=fits):
             return
         self._judged(work, judge, verdict)
-        work.answered_hard += verdict.record.hard
-        if verdict.record.outcome == "undecided":
-            if case.nobody_can_tell({one.peer_id.short for one in JUDGES}):
-                case.state, case.ended_step = "undecided", self.model.trained
-            return
-        case.answer = verdict
-        case.state = "granted" if verdict.record.outcome == "accept" else "refused"
+        if verdict.record.outcome != "undecided":
+            work.answers.append(verdict.record.outcome)
+        case.state = case.answered(self.model.quorum, {one.peer_id.short for one in JUDGES})
+        if case.state == "undecided":
+            case.ended_step = self.model.trained
+        elif case.state != "open":
+            case.answer = verdict
         if case.state == "granted":
             work.granted = True
             self._settled(work, "rejected")
-        else:
+        elif case.state == "refused":
             self.model.wait_until[self._author(work)] = self.model.trained + max(1, self.model.maturity)
 
     @precondition(lambda self: any(case.answer for case in self.model.cases.values()))
@@ -191,16 +197,21 @@ class LedgerMachine(RuleBasedStateMachine):
             self.model.story.append(("reinstated", who, self.model.trained, 0))
 
     @precondition(lambda self: any(work.rejections for work in self.model.work.values()))
-    @rule(data=st.data(), outcome=st.sampled_from(["accept", "accept", "reject"]), comes_back=st.booleans())
-    def go_to_court(self, data: st.DataObject, outcome: str, comes_back: bool) -> None:
-        """The whole way, as far as it leads."""
+    @rule(
+        data=st.data(),
+        outcomes=st.lists(st.sampled_from(["accept", "accept", "reject", "undecided"]), min_size=1, max_size=4),
+        comes_back=st.booleans(),
+    )
+    def go_to_court(self, data: st.DataObject, outcomes: list[str], comes_back: bool) -> None:
+        """The whole way, as far as it leads: answers that agree, or contradict each other, or tell nothing."""
         work, verdict = self._any_rejection(data)
         self._evict(work, verdict)
         case = self._appeal(self._author(work), work, verdict)
         if case is not None:
-            judge = next(one for one in JUDGES if one.peer_id.short not in work.decided)
-            self._answer(case, judge, outcome)
-            if comes_back:
+            free = [one for one in JUDGES if one.peer_id.short not in work.decided]
+            for judge, outcome in zip(free, outcomes, strict=False):
+                self._answer(case, judge, outcome)
+            if comes_back and case.answer:
                 self._reinstate(case)
 
     @precondition(lambda self: any(work.rejections for work in self.model.work.values()))
@@ -364,11 +375,11 @@ class LedgerMachine(RuleBasedStateMachine):
         self.made += 1
         return self.made
 
-    def _submission(self, who: Identity, step: int, index: int) -> Signed[Submission]:
+    def _submission(self, who: Identity, step: int, index: int, *, tokens: int | None = None) -> Signed[Submission]:
         number = self._number()
         return make_submission(
             who, RUN, step=step, index=index, checkpoint_step=step, sha256=number.to_bytes(32, "big"),
-            output_tokens=10 + number,
+            output_tokens=tokens or 10 + number,
         )  # fmt: skip
 
     def _verdict(self, work: Work, judge: Identity, outcome: str, *, appeal: bytes = b"") -> Signed[Verdict]:

@@ -129,6 +129,46 @@ def test_unknown_and_missing_fields_are_refused(record):
             decode(msgspec.msgpack.encode({key: value for key, value in fields.items() if key != name}))
 
 
+def floats_in(kind):
+    """Every type of number with a fraction that is somewhere in a record."""
+    if isinstance(kind, msgspec.inspect.FloatType):
+        yield kind
+    for name in kind.__struct_fields__ if isinstance(kind, msgspec.inspect.Type) else ():
+        inner = getattr(kind, name)
+        for each in inner if isinstance(inner, tuple) else (inner,):
+            yield from floats_in(each.type if isinstance(each, msgspec.inspect.Field) else each)
+
+
+def test_every_float_of_a_record_has_two_bounds():
+    """A bound refuses NaN as well: nothing that is not a number gets into a ledger, whichever field is added next."""
+    found = {record.KIND: list(floats_in(msgspec.inspect.type_info(type(record)))) for record in EXAMPLES}
+    assert [len(found[kind]) for kind in ("trained", "verdict", "heartbeat")] == [2, 4, 1]
+    for kind, floats in found.items():
+        for one in floats:
+            assert one.ge is not None or one.gt is not None, kind
+            assert one.le is not None or one.lt is not None, kind
+
+
+@given(value=st.floats())
+def test_numbers_in_the_ledger_are_finite(value):
+    """NaN and infinity make every sum that they get into worthless, and no JSON can hold them."""
+    trained, verdict = BY_KIND["trained"], BY_KIND["verdict"]
+    check = CheckResult(name="toploc", outcome="pass", numbers={"x": value})
+    for record, changes in (
+        (trained, {"mean_reward": value}),
+        (trained, {"metrics": {"loss": value}}),
+        (verdict, {"mean_reward": value}),
+        (verdict, {"checks": (check,)}),
+        (verdict, {"checks": (msgspec.structs.replace(check, numbers={}, limits={"x": value}),)}),
+    ):
+        data = seal(msgspec.structs.replace(record, **changes), OPERATOR)
+        if math.isfinite(value):
+            open_envelope(data, type(record))
+        else:
+            with pytest.raises(MalformedError):
+                open_envelope(data, type(record))
+
+
 @pytest.mark.parametrize("record", EXAMPLES, ids=lambda record: record.KIND)
 def test_records_are_immutable(record):
     with pytest.raises(AttributeError):

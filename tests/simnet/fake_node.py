@@ -41,7 +41,7 @@ class FakeNode:
 
     @property
     def finished(self) -> bool:
-        return self.step >= self.total
+        return self.step >= self.total and not self.options.get("stays")
 
     def saved_step(self) -> int:
         path = self.data_dir / "step"

@@ -4,8 +4,9 @@ from simnet_world import make_recording, peer_id
 
 from simnet.gather import Details, DiscoverySeen, LoopSeen
 from simnet.oracles import ORACLES, Evidence, Judgement
-from simnet.oracles.books import Account, Books, Copy, Promise, StepSeen, SubmissionSeen
+from simnet.oracles.books import Account, Books, Copy, StepSeen, SubmissionSeen
 from simnet.oracles.logs import CheckpointSeen
+from simnet.oracles.promises import Promise
 from simnet.sampling import ProcessSample, ProcessSeen
 
 HONEST, CHEAT = peer_id("inference-0"), peer_id("wrong-model-0")

@@ -49,7 +49,7 @@ def test_figures_are_laid_side_by_side_and_judged_by_what_is_better(two):
     assert comparison.same_scenario
     steps = row(comparison, "steps a minute")
     assert (steps.a, steps.b, steps.change, steps.judged) == ("6.00", "10.00", "+67%", "better")
-    waits = row(comparison, "trainer waits")
+    waits = row(comparison, "trainer waits, of waiting and training")
     assert (waits.a, waits.b, waits.judged) == ("30.0%", "46.2%", "worse")
     left = row(comparison, "no process left behind")
     assert (left.a, left.b, left.judged) == ("passed", "failed", "worse")
@@ -63,7 +63,39 @@ def test_a_small_change_is_nobodys_gain(two, tmp_path):
     table = json.loads((two[0] / "report.json").read_text())
     table["wall_s"] *= 1.03
     two[1].write_text(json.dumps(table))
-    assert row(compare_reports(*two), "time").judged == ""
+    assert row(compare_reports(*two), "time for each step").judged == ""
+
+
+def changed(two, **fields):
+    """The second report is the first one, but for these."""
+    table = json.loads((two[0] / "report.json").read_text())
+    two[1].write_text(json.dumps(table | fields))
+    return compare_reports(*two)
+
+
+def test_a_run_that_was_cut_short_is_not_better_for_having_taken_less(two):
+    comparison = changed(two, wall_s=40.0, steps=2)  # of 100 s and 20
+    assert [row(comparison, name).judged for name in ("time", "CPU time", "relays gave out")] == ["", "", ""]
+    assert row(comparison, "time for each step").judged == "worse"
+    assert row(changed(two, wall_s=40.0), "time for each step").judged == "better"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "judged"),
+    [
+        ("failed", "passed", "better"),
+        ("failed", "could not tell", ""),
+        ("passed", "could not tell", ""),
+        ("could not tell", "failed", "worse"),
+        ("passed", "failed", "worse"),
+    ],
+)
+def test_what_nobody_can_tell_any_more_is_no_gain(two, first, second, judged):
+    table = json.loads((two[0] / "report.json").read_text())
+    for outcome, path in ((first, two[0] / "report.json"), (second, two[1])):
+        table["oracles"][0]["outcome"] = outcome
+        path.write_text(json.dumps(table))
+    assert row(compare_reports(*two), table["oracles"][0]["name"]).judged == judged
 
 
 def test_what_only_one_of_them_has_is_shown_without_a_change(two):

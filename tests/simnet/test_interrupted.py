@@ -25,15 +25,26 @@ role = "validator"
 [[fleet]]
 role = "inference"
 link = "far"
-disk_mb = 16
+disk_mb = 72
 [until]
 timeout_s = 60
+"""
+INTERRUPTED_IMPORT = """
+import sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupting())
 """
 FAKE = """
 import sys
 sys.path.insert(0, {here!r})
-from simnet_world import FakeCommands
-from simnet import run_scenario
+from simnet_world import FakeCommands, without_ledgers
+from simnet import report, run_scenario
+report.gather_evidence = without_ledgers
 print("begun", flush=True)
 sys.exit(run_scenario({scenario!r}, {out!r}, live=False, commands=FakeCommands()))
 """
@@ -135,3 +146,18 @@ def test_real_nodes_are_gone_within_five_seconds(tmp_path, after_s):
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.parametrize("module", ["node.commands.policy", "simnet.runner", "simnet.fleet"])
+def test_ctrl_c_while_the_program_is_still_being_read_ends_it_without_a_traceback(tmp_path, module):
+    """The first seconds of a command pass with imports."""
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED_IMPORT.format(module=module))
+    done = subprocess.run(
+        [sys.executable, "-m", "cli", "simnet", "run", "demo", "--out", str(tmp_path / "out")],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr

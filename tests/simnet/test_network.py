@@ -20,6 +20,19 @@ from simnet.scenario import parse_scenario
 needs_namespaces = pytest.mark.skipif(bool(netns.why_not()), reason=netns.why_not() or "-")
 
 
+def test_why_there_are_no_namespaces_is_said_in_one_line(monkeypatch):
+    """Root in a container may lack what nft needs; nft then shows its input again, with marks below it."""
+
+    def refused(command, lines=None):
+        if "nft" in command:
+            raise NodeError("nft add table ip t: Error: Operation not permitted\nadd table ip t\n^^^^^^^^^^^^^^^")
+
+    monkeypatch.setattr(netns, "run_tool", refused)
+    assert (
+        netns._why_not_probed("x") == "nftables does not work here: nft add table ip t: Error: Operation not permitted"
+    )
+
+
 @pytest.fixture
 def linked(small):
     small["link"] = {"far": {"delay_ms": 30, "up_mbit": 8}, "home": {"nat": "symmetric"}}

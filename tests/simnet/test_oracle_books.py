@@ -1,6 +1,8 @@
 """The ledger, the relays' promises and the logs, read from the places where nodes leave them."""
 
+import dataclasses
 import hashlib
+import sqlite3
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 from factories import (
     OPERATOR,
+    RELAY,
     VALIDATOR,
     make_batch,
     make_manifest,
@@ -17,12 +20,18 @@ from factories import (
     receipt_of,
     sealed,
 )
+from oracle_world import judgement, make_evidence
 
+from node.inference.outbox import Outbox
 from node.ledger.segments import SegmentWriter
 from node.relay.store import RelayStore
+from node.validator.docket import Docket
+from protocol.envelope import Signed
 from protocol.identity import Identity
-from simnet.oracles.books import Account, Copy, Promise, StepSeen, read_books
+from protocol.records import Submission
+from simnet.oracles.books import Account, Books, Copy, StepSeen, read_books
 from simnet.oracles.logs import read_checkpoints
+from simnet.oracles.promises import Promise
 
 ALICE = Identity.from_phrase("alice")
 CONTENT = b"rollouts" * 10
@@ -67,24 +76,124 @@ def test_a_copy_agrees_as_long_as_it_is_the_beginning_of_the_trainers(tmp_path):
     ]
 
 
-def test_a_relays_promises_and_what_validators_made_of_them(tmp_path):
-    relay = tmp_path / "r"
-    store = RelayStore(relay / "relay", max_bytes=1 << 24)
-    files = [
+def handed_in() -> list[Signed[Submission]]:
+    return [
         make_submission(ALICE, RUN, index=at, sha256=hashlib.sha256(CONTENT).digest(), size=len(CONTENT))
         for at in range(2)
     ]
+
+
+def relay_dir(directory: Path, files: list[Signed[Submission]]) -> Path:
+    """What a relay leaves that gave a receipt for each file, and has an accept of the first."""
+    store = RelayStore(directory / "relay", max_bytes=1 << 24)
     for one in files:
         with store.upload(one) as upload:
             upload.write(CONTENT)
             upload.keep(lambda one=one: receipt_of(one).data)
     store.add_verdict(make_verdict(files[0], by=VALIDATOR))
     store.close()
-    books = read_books({"trainer-0": data_dir(tmp_path / "t", ENTRIES), "relay-0": relay}, trainer="trainer-0")
-    assert books.promises == [
+    return directory
+
+
+def outbox_dir(directory: Path, files: list[Signed[Submission]]) -> Path:
+    """What their author leaves, who has noted the receipts and no verdict yet."""
+    directory.mkdir(parents=True)
+    with closing(Outbox(directory / "outbox.sqlite")) as outbox:
+        for one in files:
+            outbox.add(one, directory / "file")
+            outbox.received(one.id, RELAY.peer_id, receipt_of(one))
+    return directory
+
+
+def docket_dir(directory: Path, accepted: Signed[Submission], *, posted_to: Identity) -> Path:
+    directory.mkdir(parents=True)
+    with closing(Docket(directory / "docket.sqlite")) as docket:
+        docket.add(make_verdict(accepted, by=VALIDATOR))
+        docket.posted(accepted.id, posted_to.peer_id)
+    return directory
+
+
+def promises_of(tmp_path: Path, **directories: Path) -> list[Promise]:
+    return books_of(tmp_path, **directories).promises
+
+
+def books_of(tmp_path: Path, **directories: Path) -> Books:
+    return read_books({"trainer-0": data_dir(tmp_path / "t", ENTRIES), **directories}, trainer="trainer-0")
+
+
+def test_a_relays_promises_and_what_validators_made_of_them(tmp_path):
+    files = handed_in()
+    assert promises_of(tmp_path, r=relay_dir(tmp_path / "r", files)) == [
         Promise(files[0].id.hex(), str(ALICE.peer_id), 2, accepts=1),
         Promise(files[1].id.hex(), str(ALICE.peer_id), 2, accepts=0),
     ]
+
+
+def test_a_relay_that_drops_accepted_work_is_told_by_the_disks_of_others(tmp_path):
+    """Attack: a relay gives a receipt, takes the validator's accept, and throws the submission away."""
+    files = handed_in()
+    relay = relay_dir(tmp_path / "r", files)
+    with closing(sqlite3.connect(relay / "relay" / "relay.sqlite")) as database, database:
+        database.execute("DELETE FROM feed WHERE id = ? OR kind = 'verdict'", (files[0].id,))
+    author = outbox_dir(tmp_path / "a", files)
+    validator = docket_dir(tmp_path / "v", files[0], posted_to=RELAY)
+    books = books_of(tmp_path, r=relay, a=author, v=validator)
+    assert {one.id: (one.accepts, one.dropped) for one in books.promises} == {
+        files[0].id.hex(): (1, True),
+        files[1].id.hex(): (0, False),
+    }
+    evidence = make_evidence()
+    evidence.recording.nodes[3].peer_id = str(ALICE.peer_id)
+    evidence = dataclasses.replace(evidence, books=books)
+    found = judgement(evidence, "trained once")
+    assert (found.outcome, found.numbers["lost"]) == ("failed", 1)
+
+
+def test_an_accept_that_no_relay_has_taken_is_no_promise(tmp_path):
+    """A validator notes as posted also what a relay refuses, such as one that does not have the submission."""
+    files = handed_in()
+    author = outbox_dir(tmp_path / "a", files)
+    elsewhere = docket_dir(tmp_path / "v", files[0], posted_to=Identity.from_phrase("another relay"))
+    assert [one.accepts for one in promises_of(tmp_path, a=author, v=elsewhere)] == [0, 0]
+
+
+def test_an_accept_of_a_stranger_is_no_promise(tmp_path):
+    """Attack: a contributor writes verdicts of its own into its outbox."""
+    files = handed_in()
+    author = outbox_dir(tmp_path / "a", files)
+    with closing(Outbox(author / "outbox.sqlite")) as outbox:
+        outbox.judged(make_verdict(files[0], by=ALICE))
+        outbox.judged(make_verdict(files[1], by=VALIDATOR))
+    assert [one.accepts for one in promises_of(tmp_path, a=author)] == [0, 1]
+
+
+def test_where_a_relays_store_cannot_be_read_nothing_is_called_dropped(tmp_path):
+    (tmp_path / "r" / "relay").mkdir(parents=True)
+    (tmp_path / "r" / "relay" / "relay.sqlite").write_bytes(b"no database at all" * 100)
+    found = promises_of(tmp_path, r=tmp_path / "r", a=outbox_dir(tmp_path / "a", handed_in()))
+    assert [one.dropped for one in found] == [False, False]
+
+
+def test_batches_are_those_that_the_trainer_signed_also_where_the_rules_refuse_them(tmp_path):
+    """Attack: only the trainer breaks the rules; a replay leaves its second use of a submission out."""
+    entries = [*ENTRIES, make_batch(RUN, 1, FILES[:1]), make_trained(RUN, 1)]
+    directory = data_dir(tmp_path, entries)
+    books = read_books({"trainer-0": directory}, trainer="trainer-0")
+    assert [step.submissions for step in books.steps] == [[FILES[0].id.hex()]] * 2
+    found = judgement(dataclasses.replace(make_evidence(), books=books), "trained once")
+    assert (found.outcome, found.numbers["twice"]) == ("failed", 1)
+
+
+def test_a_batch_beyond_the_staleness_fails_though_the_replay_refuses_it(tmp_path):
+    """Attack: the trainer trains on what is older than the manifest allows."""
+    late = make_manifest().batch.max_staleness + 1
+    entries = [FILES[0].data, VERDICT.data]
+    for step in range(late):
+        entries += [make_batch(RUN, step, []), make_trained(RUN, step)]
+    entries += [make_batch(RUN, late, FILES[:1]), make_trained(RUN, late)]
+    books = read_books({"trainer-0": data_dir(tmp_path, entries)}, trainer="trainer-0")
+    found = judgement(dataclasses.replace(make_evidence(), books=books), "staleness")
+    assert (found.outcome, found.numbers["outside"]) == ("failed", 1)
 
 
 def test_a_store_that_is_none_is_noted(tmp_path):

@@ -6,10 +6,11 @@ import random
 import pytest
 from oracle_world import CHEAT, HONEST, START_MS, judgement, make_evidence, process, submission
 
-from simnet.gather import FaultMark
+from simnet.gather import FaultMark, Life, NodeRecord, Sample
 from simnet.oracles import Evidence, judge_all
-from simnet.oracles.books import Books, Copy, Promise, StepSeen
+from simnet.oracles.books import Books, Copy, StepSeen
 from simnet.oracles.machine import theil_sen
+from simnet.oracles.promises import Promise
 
 
 @pytest.fixture
@@ -28,14 +29,56 @@ def test_without_a_ledger_and_samples_no_oracle_claims_anything(recording):
 def test_a_ledger_that_cannot_be_read_is_said_to_be_so(evidence):
     broken = dataclasses.replace(evidence, books=Books(problem="the manifest is torn"))
     assert "the manifest is torn" in judgement(broken, "credits").finding
+    assert judgement(broken, "credits").outcome == judgement(broken, "steps advance").outcome == "failed"
+    for node in evidence.recording.nodes:
+        for life in node.lives:
+            life.status = None  # no step was seen, so that there may be no ledger yet
+    assert judgement(broken, "credits").outcome == "could not tell"
 
 
-def test_a_pause_fails_unless_a_fault_explains_it(evidence):
-    evidence.recording.faults, last = [], evidence.books.steps[-1]
-    last.trained_ms += 300_000
-    assert judgement(evidence, "steps advance").outcome == "failed"
-    evidence.recording.faults = [FaultMark(last.trained_ms - 200_000, 1, "trainer-0", "kill")]
-    assert judgement(evidence, "steps advance").outcome == "passed"
+def pause(evidence, *, seconds, faults=(), nodes=()):
+    """What is said of a pause after the second step in which these faults strike, so many seconds after it began."""
+    last = evidence.books.steps[-1]
+    began_ms = evidence.books.steps[-2].trained_ms
+    last.trained_ms = began_ms + 1000 * seconds
+    evidence.recording.faults = [FaultMark(began_ms + 1000 * at, 1, node, action) for at, node, action in faults]
+    for name, role in nodes:
+        lives = [Life(pid=9, started_ms=START_MS)]
+        evidence.recording.nodes.append(NodeRecord(name, role, name, lives=lives))
+    return judgement(evidence, "steps advance").outcome
+
+
+@pytest.mark.parametrize(
+    ("seconds", "faults", "said"),
+    [
+        (300, [], "failed"),
+        (300, [(1, "trainer-0", "kill"), (200, "trainer-0", "join")], "passed"),
+        (300, [(1, "trainer-0", "stop"), (20, "trainer-0", "continue")], "failed"),  # long after it went on
+        (170, [(1, "trainer-0", "stop"), (50, "trainer-0", "continue")], "passed"),
+        (300, [(1, "validator-0", "kill"), (200, "validator-0", "join")], "passed"),
+        (300, [(1, "inference-0", "partition"), (200, "inference-0", "heal")], "passed"),
+        (300, [(1, "wrong-model-0", "kill")], "failed"),  # nobody needs a cheat
+        (300, [(1, "trainer-0", "clock")], "failed"),
+        (300, [(200, "trainer-0", "kill")], "failed"),  # what was before it is unexplained
+        (2700, [(2690, "trainer-0", "stop")], "failed"),
+    ],
+)
+def test_a_pause_is_excused_as_long_as_a_fault_explains_it(evidence, seconds, faults, said):
+    assert pause(evidence, seconds=seconds, faults=faults) == said
+
+
+def test_a_fault_of_a_node_that_no_step_needs_excuses_nothing(evidence):
+    watched = [(1, "watch-0", "stop"), (290, "watch-0", "continue")]
+    assert pause(evidence, seconds=300, faults=watched, nodes=[("watch-0", "watch")]) == "failed"
+
+
+def test_a_fault_of_a_node_beside_which_another_works_excuses_no_standstill(evidence):
+    killed = [(1, "relay-0", "kill"), (290, "relay-0", "join")]
+    second = [("relay-1", "relay")]
+    assert pause(evidence, seconds=300, faults=killed, nodes=second) == "failed"
+    assert pause(evidence, seconds=110, faults=killed) == "passed"  # until everybody turned to the other one
+    both = [*killed, (5, "relay-1", "stop"), (280, "relay-1", "continue")]
+    assert pause(evidence, seconds=300, faults=both) == "passed"
 
 
 def test_a_run_that_stands_still_at_the_end_fails(evidence):
@@ -76,6 +119,12 @@ def test_an_accepted_rollout_that_the_ledger_lacks_is_lost(evidence):
     assert "abababababab" in found.finding
     lost.accepts = 0  # nobody has judged it yet
     assert judgement(evidence, "trained once").outcome == "passed"
+
+
+def test_what_its_author_has_a_receipt_for_and_no_relay_has_is_lost_before_anybody_judged_it(evidence):
+    """Attack: a relay gives a receipt and throws the submission away."""
+    evidence.books.promises.append(Promise("ab" * 32, HONEST, START_MS, accepts=0, dropped=True))
+    assert judgement(evidence, "trained once").numbers["lost"] == 1
 
 
 def test_what_was_on_its_way_when_a_run_was_cut_off_is_not_lost(evidence):
@@ -189,6 +238,47 @@ def test_a_level_that_is_not_come_back_to_fails(evidence, what):
     assert judgement(evidence, "descriptors").outcome == "passed"
 
 
+def relay_that_is_joined(evidence, *, joined_s: int, count=60):
+    """A relay that is looked at every 10 s, and has five descriptors more for each of eight nodes that come."""
+    fds = [20 + (40 if 10 * at > joined_s else 0) for at in range(count)]
+    evidence.recording.nodes[1].processes = [process([1] * count, descriptors=fds)]
+    return evidence.recording.nodes[1]
+
+
+def test_nodes_that_come_by_plan_explain_more_descriptors(evidence):
+    """They are looked at from the last first start on."""
+    joined_s = 300
+    relay_that_is_joined(evidence, joined_s=joined_s)
+    assert judgement(evidence, "descriptors").outcome == "failed"  # nobody came
+    for number in range(8):
+        lives = [Life(pid=9, started_ms=START_MS + 1000 * joined_s)]
+        evidence.recording.nodes.append(NodeRecord(f"watch-{number}", "watch", str(number), lives=lives))
+    assert judgement(evidence, "descriptors").outcome == "passed"
+
+
+def test_nodes_that_come_back_explain_more_descriptors_and_a_leak_beside_them_is_still_seen(evidence):
+    relay = relay_that_is_joined(evidence, joined_s=300)
+    for number in range(8):
+        lives = [
+            Life(pid=9, started_ms=START_MS, ended_ms=START_MS + 5000),
+            Life(pid=9, started_ms=START_MS + 300_000),
+        ]
+        evidence.recording.nodes.append(NodeRecord(f"watch-{number}", "watch", str(number), lives=lives))
+    assert judgement(evidence, "descriptors").outcome == "passed"
+    relay.processes = [process([1] * 60, descriptors=[20 + 4 * at for at in range(60)])]
+    assert judgement(evidence, "descriptors").outcome == "failed"
+
+
+def test_what_is_opened_before_the_first_step_is_no_growth(evidence):
+    count = 60
+    starting = [20 if at < 25 else 60 for at in range(count)]
+    evidence.recording.nodes[0].processes = [process([1] * count, descriptors=starting)]
+    evidence.recording.samples = [Sample(START_MS, 0, 0, 0), Sample(START_MS + 260_000, 1, 8, 0)]
+    assert judgement(evidence, "descriptors").outcome == "passed"
+    evidence.recording.samples = [Sample(START_MS, 1, 8, 0)]
+    assert judgement(evidence, "descriptors").outcome == "failed"
+
+
 def test_what_a_hostile_peer_takes_is_its_own_affair(evidence):
     evidence.recording.nodes[1].role = "hostile"
     evidence.recording.nodes[1].processes = [process(rising(9.0), descriptors=[30 + at for at in range(60)])]
@@ -201,6 +291,8 @@ def test_a_late_loop_fails_unless_the_machine_itself_was_late(evidence):
     assert judgement(evidence, "loops").outcome == "failed"
     evidence.recording.late_p99_ms = 80
     assert judgement(evidence, "loops").outcome == "could not tell"
+    evidence.recording.core_waits_known = True  # then the lag is without the time that it waited for a core
+    assert judgement(evidence, "loops").outcome == "failed"
 
 
 def test_a_process_left_behind_fails(evidence):

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from simnet_world import FakeCommands, wait_for
+from simnet_world import FakeCommands, wait_for, without_ledgers
 
 from protocol.errors import ConfigError, ModelError
 from simnet import fleet, run_scenario, runner
@@ -45,6 +45,7 @@ BAD = {**GOOD, "contributors": [{"name": "inference-0", "accepted": 5, "rejected
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch):
+    monkeypatch.setattr("simnet.report.gather_evidence", without_ledgers)
     monkeypatch.setattr(runner, "ROUND_S", 0.1)
     monkeypatch.setattr(runner, "FINISH_GRACE_S", 0.5)
     monkeypatch.setattr(fleet, "TERM_AFTER_S", 2.0)
@@ -92,6 +93,15 @@ def test_an_unmet_expectation_ends_with_1(scenario, tmp_path, capfd):
     assert code == 1
     assert [expectation["met"] for expectation in report["expectations"]] == [False, False]
     assert "NOT MET  honest_rejected ≤ 0 (found 2)" in capfd.readouterr().out
+
+
+def test_a_run_whose_ledger_cannot_be_read_has_not_passed(scenario, tmp_path, monkeypatch):
+    monkeypatch.undo()  # stand-ins leave none
+    monkeypatch.setattr(runner, "FINISH_GRACE_S", 0.5)
+    code, report = run(scenario, tmp_path, trainer_0=GOOD)
+    assert all(expectation["met"] for expectation in report["expectations"])
+    assert (code, report["passed"]) == (1, False)
+    assert sum(one["outcome"] == "failed" for one in report["oracles"]) == 6
 
 
 def test_faults_strike_while_it_runs(scenario, tmp_path):
@@ -170,6 +180,32 @@ def test_time_that_runs_out_is_a_failure_unless_only_the_time_counts(scenario, t
 def test_a_node_that_crashes_unasked_is_named(scenario, tmp_path):
     _, report = run(scenario, tmp_path, trainer_0={**GOOD, "total_steps": 15}, validator_0={"crash_at": 3})
     assert report["unexpected_exits"] == ["validator-0 ended with exit code 9"]
+
+
+def test_a_run_that_waits_for_a_node_that_has_died_ends_with_its_last_words(scenario, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(runner, "STUCK_AFTER_S", 0.5)
+    waiting = {**GOOD, "total_steps": 0}  # stays at step 0 and never says that it has finished
+    code, report = run(
+        scenario,
+        tmp_path,
+        trainer_0={**waiting, "stays": True},
+        relay_0={"total_steps": 0, "stays": True},
+        validator_0={"total_steps": 0, "stays": True},
+        inference_0={"exit_code": 3},
+        wrong_model_0={"total_steps": 0, "stays": True},
+    )
+    assert (code, report["outcome"]) == (1, "failed")
+    assert report["wall_s"] < 30
+    said = capfd.readouterr().out
+    assert "inference-0 ended with code 3, no other inference is left" in said
+    assert "the disk is on fire" in said
+
+
+def test_a_node_that_died_beside_others_that_work_ends_nothing(scenario, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "STUCK_AFTER_S", 0.0)
+    text = scenario.read_text().replace('role = "validator"', 'role = "validator"\ncount = 2')
+    scenario.write_text(text)
+    assert run(scenario, tmp_path, trainer_0=GOOD, validator_0={"exit_code": 3})[1]["outcome"] == "finished"
 
 
 def test_the_recipe_is_written_with_the_overrides_and_the_seed(scenario, tmp_path):

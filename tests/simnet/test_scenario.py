@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import ConfigError
+from simnet.recipe_file import write_recipe
 from simnet.scenario import load_scenario, parse_scenario, scenario_names
 from simnet.scenario_checks import check_possible
 from trainer.recipe import EvaluationSettings, load_recipe
@@ -14,6 +15,10 @@ from trainer.recipe import EvaluationSettings, load_recipe
 
 def fault(**fields):
     return {"node": "inference-0", **fields}
+
+
+def gone(node, action="kill", **fields):
+    return {"node": node, "action": action, **fields}
 
 
 def draw(**fields):
@@ -110,6 +115,9 @@ def test_nodes_of_several_entries_are_numbered_through(small):
         (lambda t: t["fleet"][3].update(join_at_s=40.0), "inference-0 is to join at 40 s"),
         (lambda t: t.update(random=[draw(from_s=3.0, to_s=40.0)]), "number 1 is to end at 40 s"),
         (lambda t: t.update(until={"step": 3}, fault=[fault(action="kill", at_step=4)]), "to kill at step 4"),
+        (lambda t: t.update(expect={"reward_at_least": float("nan")}), "reward_at_least = nan is not a finite number"),
+        (lambda t: t["run"].update(overrides={"batch": {"deadline_s": float("inf")}}), "deadline_s = inf is not"),
+        (lambda t: t["fleet"][1].update(disk_mb=64), "relay-0: disk_mb is 64, and a relay starts with 72 MB"),
     ],
 )
 def test_what_is_wrong_is_named_with_the_nearest_right_name(small, change, message):
@@ -139,6 +147,22 @@ def test_every_short_form_is_sound_and_no_larger(name):
         (lambda t: t.update(fault=[fault(action="kill", at_step=51)]), "number 1, at_step is 51"),
         (lambda t: t.update(random=[{**draw(), "from_s": None, "to_s": None, "from_step": 1, "to_step": 99}]), "is 99"),
         (lambda t: t.update(expect={"evaluation_rises": True}), "evaluates nothing"),
+        (lambda t: t.update(expect={"reward_at_least": 7.0}), "rewards of sort-digits lie between 0 and 1"),
+        (lambda t: t.update(expect={"reward_gain_at_least": 2.0}), "reward_gain_at_least = 2, but"),
+        (lambda t: t.update(expect={"accepted_per_honest_at_least": 801}), "a contributor can have 800"),
+        (lambda t: t.update(expect={"accepted_at_least": 1601}), "2 contributors can have 1600"),
+        (lambda t: t.update(until={"step": 3}, expect={"accepted_per_honest_at_least": 65}), "can have 64"),
+        (lambda t: t.update(fault=[gone("trainer-0", at_step=49)]), "from step 49 on there is no trainer"),
+        (lambda t: t.update(fault=[gone("relay-*", at_step=5)]), "from step 5 on there is no relay"),
+        (lambda t: t.update(fault=[gone("validator-0", "stop", at_step=5)]), "there is no validator any more"),
+        (lambda t: t.update(fault=[gone("inference-0", "leave", at_step=5)]), "there is no inference any more"),
+        (lambda t: t.update(fault=[gone("inference-0", "partition", at_step=5)]), "there is no inference any more"),
+        (
+            lambda t: t.update(
+                until={"finished": False}, expect={"steps_at_least": 9}, fault=[gone("trainer-0", at_step=8)]
+            ),
+            "step 9 is to be reached",
+        ),
     ],
 )
 def test_what_the_run_can_never_come_to_is_refused(small, change, message):
@@ -147,6 +171,31 @@ def test_what_the_run_can_never_come_to_is_refused(small, change, message):
     recipe = msgspec.structs.replace(recipe, evaluation=EvaluationSettings(every_steps=0))
     with pytest.raises(ConfigError, match=message):
         check_possible(parse_scenario(small, name="x"), recipe)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.update(fault=[gone("trainer-0", at_step=5, for_s=3.0)]),
+        lambda t: t.update(fault=[gone("trainer-0", at_step=5), gone("trainer-0", "join", at_step=6)]),
+        lambda t: t.update(fault=[gone("relay-0", "clock", at_step=5, seconds=3.0)]),
+        lambda t: t.update(until={"step": 5}, fault=[gone("trainer-0", at_step=5)]),
+        lambda t: t.update(until={"finished": False}, fault=[gone("trainer-0", at_step=5)]),
+        lambda t: (t["fleet"].append({"role": "relay"}), t.update(fault=[gone("relay-0", at_step=5)])),
+        lambda t: t.update(expect={"reward_at_least": 1.0, "accepted_per_honest_at_least": 800}),
+    ],
+)
+def test_what_the_run_may_come_to_is_taken(small, change):
+    change(small)
+    check_possible(parse_scenario(small, name="x"), load_recipe("demo"))
+
+
+@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("name", scenario_names())
+def test_what_every_shipped_scenario_wants_can_be_had(name, short, tmp_path):
+    scenario = load_scenario(name, short=short)
+    write_recipe(scenario.run, tmp_path / "recipe.toml", seed=0)
+    check_possible(scenario, load_recipe(tmp_path / "recipe.toml"))
 
 
 def test_the_short_form_replaces_values_and_counts(small):

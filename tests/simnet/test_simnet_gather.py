@@ -91,6 +91,18 @@ def test_verdicts_against_a_node_are_kept_when_the_trainer_has_forgotten_them(re
     assert [verdict.submission for verdict in recording.against] == ["cd" * 32]
 
 
+def test_whether_the_machine_tells_waits_for_a_core_is_recorded(recording, tmp_path, monkeypatch):
+    """Once it did: the first look may be before any thread had to wait."""
+    found = []
+    for waited_s in (0.0, 0.2, 0.0):
+        monkeypatch.setattr(gather, "core_wait_s", lambda waited_s=waited_s: waited_s)
+        gatherer = Gatherer(Fleet(recording.scenario, tmp_path / str(len(found)), commands=FakeCommands()), recording)
+        gatherer.poll()
+        gatherer.close()
+        found.append(recording.core_waits_known)
+    assert found == [False, True, True]
+
+
 def test_counts_are_the_ledgers(recording):
     assert (recording.accepted, recording.rejected) == (40, {"toploc: exponent mismatches": 2})
     assert recording.step == 20

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from simnet.memory import WATCH_MB, fitted, needed_memory_mb
 from simnet.scenario import parse_scenario
 from simnet.timeline import describe, plan_faults
 
@@ -87,3 +88,14 @@ def test_staggered_joins_and_leaves_are_faults(small):
         "20 s: inference-2 join",
         "62 s: inference-2 leave",
     ]
+
+
+def test_what_is_drawn_is_the_same_on_a_machine_that_holds_fewer_nodes(small):
+    small["fleet"].append({"role": "watch", "count": 9, "fill": True})
+    small["random"] = [{"nodes": "watch-*", "actions": ["kill"], "count": 30, "from_s": 5, "to_s": 20}]
+    large = parse_scenario(small, name="x")
+    little = fitted(large, needed_memory_mb(large) - 5 * WATCH_MB)
+    assert len(little.matching("watch-*")) == 4
+    here = [fault for fault in plan_faults(large, 7) if fault.node in little.matching("watch-*")]
+    assert sorted(plan_faults(little, 7), key=repr) == sorted(here, key=repr)
+    assert 0 < len(here) < 30

@@ -45,8 +45,9 @@ steps_at_least = 10
 SIMULATION = """
 import os, sys
 sys.path.insert(0, {here!r})
-from simnet_world import FakeCommands
-from simnet import run_scenario, runner
+from simnet_world import FakeCommands, without_ledgers
+from simnet import report, run_scenario, runner
+report.gather_evidence = without_ledgers
 runner.FINISH_GRACE_S = 0.5
 assert os.geteuid() != 0
 sys.exit(run_scenario({scenario!r}, {out!r}, live=False, commands=FakeCommands(trainer_0={{"total_steps": 40}})))
