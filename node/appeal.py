@@ -6,7 +6,7 @@ The appeal is kept in the directory, so the same command again goes on with it i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -60,7 +60,8 @@ def find_rejections(data_dir: Path, what: str) -> list[Signed[Verdict]]:
         with closing(Outbox(data_dir / OUTBOX)) as outbox:
             rejections = outbox.rejections(MAX_ASKED)
     else:
-        rejections = [one.verdict for one in find_verdicts(what, data_dir) if one.verdict.record.outcome == "reject"]
+        found = [one.verdict for one in find_verdicts(what, data_dir)]
+        rejections = [one for one in found if one.record.outcome == "reject" and not one.record.appeal]
     if not rejections:
         raise ConfigError(
             "there is no rejection to appeal against" if what == "last" else f"no verdict here rejects {what}",
@@ -92,7 +93,7 @@ def appeal(
             swarm = _swarm(node, address, manifest, http, identity)
             await nursery.start(swarm.run)
             await _meet(swarm, left_s)
-            rejection = await _choose(swarm.clients, rejections)
+            rejection = await _choose(swarm.clients, rejections, identity.peer_id)
             petition = _kept(data_dir, identity, rejection, reason)
             kept = data_dir / APPEALS / rejection.id.hex()
             try:
@@ -114,18 +115,42 @@ def appeal(
     return joined(data_dir, run, bootstrap, ask, timeout_s=FIND_S)
 
 
-async def _choose(clients: Sequence[RelayClient], rejections: Sequence[Signed[Verdict]]) -> Signed[Verdict]:
-    """What came after an eviction is in no ledger, and nobody appeals against it."""
+async def _choose(
+    clients: Sequence[RelayClient], rejections: Sequence[Signed[Verdict]], own: PeerId
+) -> Signed[Verdict]:
+    """What came after an eviction is in no ledger, and nobody appeals against it; nor against a verdict that is none of
+    the ledger's, as a validator may sign several."""
+    asked = list(dict.fromkeys(one.record.submission for one in rejections))[:MAX_ASKED]
     for client in clients:
         try:
-            standing = await client.standing([one.record.submission for one in rejections[:MAX_ASKED]])
+            standing = await client.standing(asked)
+            named = {one for row in standing.submissions if row.submission in asked for one in row.rejections}
+            counting = [one for one in rejections if one.id in named] or await _fetch(client, named, own)
         except (RelayError, ProtocolError):
             continue
-        evicting = [one for one in rejections if one.record.submission == standing.evicted_for]
-        rejected = {row.submission for row in standing.submissions if row.state == "rejected"}
-        counting = [one for one in rejections if one.record.submission in rejected]
-        return next(iter([*evicting, *counting, *rejections]))
+        evicting = [one for one in counting if one.record.submission == standing.evicted_for]
+        if counting:
+            return next(iter([*evicting, *counting]))
     return rejections[0]
+
+
+async def _fetch(client: RelayClient, named: Collection[bytes], own: PeerId) -> list[Signed[Verdict]]:
+    """Verdicts of a relay's feed about this key's work, by their ids."""
+    if not named:
+        return []
+    said = [one async for one in _said(client, own)]
+    return [one for one in said if one.id in named and one.record.outcome == "reject"]
+
+
+async def _said(client: RelayClient, own: PeerId) -> AsyncIterator[Signed[Verdict]]:
+    after = 0
+    for _ in range(MAX_PAGES):
+        items = await client.feed(after, kinds=[Verdict.KIND], about=own)
+        for one in items:
+            yield one.signed
+        if not items:
+            return
+        after = items[-1].seq
 
 
 def _kept(data_dir: Path, identity: Identity, rejection: Signed[Verdict], reason: str) -> Signed[Appeal]:
@@ -237,19 +262,11 @@ async def _hand_in(swarm: Swarm, petition: Signed[Appeal], say: Say) -> None:
 async def _reasons(clients: Sequence[RelayClient], own: PeerId, petition: Signed[Appeal]) -> list[str]:
     """What those who could not tell say of it, from the newest verdicts of the first relay that answers."""
     for client in clients:
-        found: list[str] = []
-        after = 0
         try:
-            for _ in range(MAX_PAGES):
-                items = await client.feed(after, kinds=[Verdict.KIND], about=own)
-                if not items:
-                    break
-                after = items[-1].seq
-                answers = [one.signed for one in items if one.signed.record.appeal == petition.id]
-                found += [f"validator {one.author.short}: {printable(one.record.reason)}" for one in answers]
+            answers = [one async for one in _said(client, own) if one.record.appeal == petition.id]
         except (RelayError, ProtocolError):
             continue
-        return found
+        return [f"validator {one.author.short}: {printable(one.record.reason)}" for one in answers]
     return []
 
 

@@ -1,8 +1,9 @@
 """A node's heartbeats: it says at relays that it is there, sees who else is, and notices two things in the answers.
 
-Another node with its own key: one key is one node, so whoever comes second ends, with a message. And a clock that is
-wrong: told from 10 seconds on, and from five minutes on the node ends, because others would refuse what it signs.
-Relays are chosen by the key, so two nodes with one key meet at the same ones.
+Another node with its own key: one key is one node, so whoever comes second ends, with a message. No relay is believed
+there: it must show what the other one signed. And a clock that is wrong: told from 10 seconds on, and from five minutes
+on the node ends, because others would refuse what it signs. Relays are chosen by the key, so two nodes with one key
+meet at the same ones.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ import trio
 
 from node.clock import MAX_NODE_SKEW_S, SET_CLOCK, WARN_SKEW_S, now_ms
 from node.instance import own_instance
-from node.membership import BEAT_S
+from node.membership import ACTIVE_S, BEAT_S
 from node.relay_client import RelayClient
 from node.status import StatusBoard
 from node.swarm import Swarm
 from node.version import SOFTWARE
 from protocol.constants import PROTOCOL_VERSION
-from protocol.envelope import Signed, seal
+from protocol.envelope import Signed, open_envelope, seal
 from protocol.errors import ClockError, NodeError, ProtocolError, RefusedError, RelayError
 from protocol.identity import Identity, PeerId
 from protocol.records import Head, Heartbeat
@@ -102,7 +103,10 @@ class Heartbeats:
             await trio.sleep(BEAT_S if relays else 1.0)
 
     async def _round(self, relays: Sequence[RelayClient]) -> None:
-        """One heartbeat for all of them. What they say together is judged; one that errs or lies ends nobody."""
+        """One heartbeat for all of them. What they say together is judged; one that errs or lies ends nobody.
+
+        Only what proves another node ends a node that is new, or that no relay lets in any more.
+        """
         skews_s: list[float] = []
         refusals: list[RefusedError] = []
         beat = self._pulse.beat()
@@ -116,7 +120,7 @@ class Heartbeats:
                     skews_s.append((answer.now_ms - (sent_ms + now_ms()) / 2) / 1000)
             except RefusedError as error:
                 log.info("heartbeat relay=%s code=%s error=%r", client.peer_id.short, error.code, error.message)
-                if error.code == "second-instance":
+                if shows_second(error, beat, relay=client.peer_id):
                     refusals.append(error)
             except (RelayError, ProtocolError) as error:
                 log.debug("heartbeat relay=%s error=%r", client.peer_id.short, error.message)
@@ -171,6 +175,32 @@ def chosen(clients: Sequence[RelayClient], peer: PeerId) -> list[RelayClient]:
         return hashlib.sha256(peer.public_key + client.peer_id.public_key).digest()
 
     return sorted(clients, key=distance)[:RELAYS]
+
+
+def shows_second(error: RefusedError, own: bytes, *, relay: PeerId) -> bool:
+    """Whether a refusal of the heartbeat `own` proves another node with its key.
+
+    Its evidence has to be a heartbeat that this key signed lately, in this run, for another instance. What this very
+    data directory said before a restart is of the same instance, and proves nothing.
+    """
+    if error.code != "second-instance":
+        return False
+    try:
+        mine, other = open_envelope(own, Heartbeat), open_envelope(error.evidence, Heartbeat)
+    except ProtocolError as problem:
+        return _unproved(relay, problem.message)
+    if other.author != mine.author or other.record.run_id != mine.record.run_id:
+        return _unproved(relay, "its evidence is of another key, or of another run")
+    if other.record.instance == mine.record.instance:
+        return _unproved(relay, "its evidence is this node's own")
+    if abs(now_ms() - other.record.issued_at_ms) > 1000 * (ACTIVE_S + MAX_NODE_SKEW_S):
+        return _unproved(relay, "its evidence is too old")
+    return True
+
+
+def _unproved(relay: PeerId, why: str) -> bool:
+    log.warning("heartbeat relay=%s says that another node has this key, without proof: %s", relay.short, why)
+    return False
 
 
 def clock_text(ahead_s: float) -> str:

@@ -163,10 +163,11 @@ class BoundedLog:
             if self._file.tell() + len(data) > self._max_bytes:
                 self._rotate()
             self._file.write(data[-self._max_bytes :])
+            self._failed = False
         except OSError as error:
-            if not self._failed:
+            told, self._failed = self._failed, True
+            if not told:  # the warning comes here, too
                 _log.warning("log file cannot be written path=%s error=%s", self.path, error)
-            self._failed = True
 
     def close(self) -> None:
         self._file.close()

@@ -18,6 +18,8 @@ ACTIVE_S: Final = 45.0
 MAX_ASKED: Final = 64
 """Most submissions that are asked about at once."""
 MAX_APPEALS_SHOWN: Final = 16
+MAX_REJECTIONS_SHOWN: Final = 16
+"""Of one submission; more than judge it in any run but the strangest."""
 MAX_ACTIVE_SHOWN: Final = 500
 
 Id = Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -40,11 +42,13 @@ class AppealRow(msgspec.Struct, frozen=True):
 
 
 class SubmissionRow(msgspec.Struct, frozen=True):
-    """And of one submission: its state, and the step whose batch it is in."""
+    """And of one submission: its state, the step whose batch it is in, and the verdicts that reject it."""
 
     submission: Id
     state: Literal["pending", "disputed", "accepted", "rejected", "undecided"]
     used_in: int | None
+    rejections: Annotated[tuple[Id, ...], Meta(max_length=MAX_REJECTIONS_SHOWN)] = ()
+    """Ids, in ledger order, of what may be appealed against; empty unless it is rejected."""
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):

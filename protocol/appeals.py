@@ -1,9 +1,9 @@
 """Getting a rejection judged once more: the ledger's rules for appeals and their answers.
 
-Once for each verdict, one at a time for each contributor, within the validity window, and answered by validators that
-have not decided about the submission before: as many must agree as for a verdict, or all that were left by its judges
-where these are fewer. Answers are to the submission: those to an appeal that ended without a decision count on. Whoever
-was wrong to appeal waits as long as a window is before the next one.
+Once for each submission, one at a time for each contributor, within the validity window, and answered by validators
+that have not decided about the submission before: as many must agree as for a verdict, or all that were left by its
+judges where these are fewer. Answers are to the submission: those to an appeal that ended without a decision count on.
+None stays open for longer than a window. Whoever was wrong to appeal waits as long before the next one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from protocol.records import Appeal, Verdict
 from protocol.standing import Contributor
 
 MAX_FILINGS: Final = 2
-"""Against one verdict: the second only where nobody could tell at the first."""
+"""About one submission, whichever verdict is named: the second only where nobody decided at the first."""
 AppealState = Literal["open", "granted", "refused", "undecided"]
 
 
@@ -32,12 +32,14 @@ class LedgerAppeal:
     author: PeerId
     place: int
     """Number of its entry."""
+    filed_step: int
+    """Steps that were trained when it was filed."""
     state: AppealState = "open"
-    """`undecided`: of those who were left not enough agreed, and no others remained to be asked."""
+    """`undecided`: of those who were left not enough agreed, and no others remained to be asked, or time ran out."""
     answer: bytes = b""
     """Id of the verdict with which enough agreed, so that it granted or refused it."""
     ended_step: int = 0
-    """Steps that were trained when it ended undecided."""
+    """Steps that were trained when it ended, however it did."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,9 @@ class Appeals:
     cases: dict[bytes, LedgerAppeal] = field(default_factory=dict)
     """By the appeal's id."""
     _filed: dict[bytes, list[bytes]] = field(default_factory=dict)
-    """By verdict that was appealed against: the appeals, one or two."""
+    """By submission: the appeals, one or two."""
+    _by_author: dict[PeerId, list[bytes]] = field(default_factory=dict)
+    """By contributor: its appeals, in ledger order."""
     _open: dict[PeerId, bytes] = field(default_factory=dict)
     """By contributor: its appeal that waits for answers."""
 
@@ -109,10 +113,10 @@ class Appeals:
         )
 
     def once_more(self, appeal: bytes, submission: LedgerSubmission, *, trained: int) -> bool:
-        """Whether the verdict may be appealed against again: nobody decided at the first appeal, and others may yet."""
+        """Whether there may be another appeal: nobody decided at the first one, and others may yet."""
         case = self.cases[appeal]
-        in_time = trained - case.ended_step <= self.window_steps
-        first = case.state == "undecided" and len(self._filed[case.record.verdict]) < MAX_FILINGS
+        first = case.state == "undecided" and len(self._about(case.record.submission)) < MAX_FILINGS
+        in_time = self._waited(case.record.submission, submission, trained=trained) <= self.window_steps
         return first and in_time and self.tally(submission).may_grant
 
     def check(
@@ -124,18 +128,15 @@ class Appeals:
             _refuse("unknown-submission", "an appeal about a submission that is not in the ledger")
         if submission.author != entry.author:
             _refuse("not-yours", f"only {submission.author.short}, who handed it in, may appeal")
-        before = [self.cases[key] for key in self._filed.get(record.verdict, ())]
+        before = self._about(record.submission)
         if entry.id in self.cases or len(before) >= MAX_FILINGS or any(one.state != "undecided" for one in before):
-            _refuse("duplicate-appeal", "this verdict was appealed against before")
-        if any(one.state == "refused" for one in self._about(submission)):
-            _refuse("duplicate-appeal", "an appeal about this submission was refused before")
+            _refuse("duplicate-appeal", "there was an appeal about this submission before")
         rejections = {one.id for one in submission.rejections()}
         if submission.state != "rejected" or submission.settled_step is None or record.verdict not in rejections:
             _refuse("not-rejected", f"the submission is {submission.state}, and the verdict none that rejects it")
         if entry.author in self._open:
             _refuse("appeal-open", f"another appeal by {entry.author.short} waits for its answer: one at a time")
-        since = max([submission.settled_step, *(one.ended_step for one in before)])
-        if trained - since > self.window_steps:
+        if self._waited(record.submission, submission, trained=trained) > self.window_steps:
             _refuse("too-late", f"it was rejected more than {self.window_steps} steps ago")
         if trained < contributor.next_appeal:
             _refuse("too-soon", f"an appeal was refused before; the next one is after step {contributor.next_appeal}")
@@ -143,25 +144,44 @@ class Appeals:
             what = f"{tally.needed - tally.accepts} more must accept, and {tally.left} are left that have not decided"
             _refuse("nobody-left", f"too few validators of this run could still be asked: {what}")
 
-    def may_come(self, submission: LedgerSubmission, *, trained: int) -> bool:
+    def may_come(self, key: bytes, submission: LedgerSubmission, *, trained: int) -> bool:
         """Whether a validator may yet have to judge a submission for an appeal: one that is open, or could be filed."""
         if submission.state != "rejected" or submission.settled_step is None:
             return False
-        cases = self._about(submission)
-        states = {one.state for one in cases}
-        since = max([submission.settled_step, *(one.ended_step for one in cases)])
-        in_time = trained - since <= self.window_steps
-        return "open" in states or (in_time and "refused" not in states and self.tally(submission).may_grant)
+        states = [one.state for one in self._about(key)]
+        if "open" in states:
+            return True
+        may_file = len(states) < MAX_FILINGS and "refused" not in states
+        in_time = may_file and self._waited(key, submission, trained=trained) <= self.window_steps
+        return in_time and self.tally(submission).may_grant
 
-    def _about(self, submission: LedgerSubmission) -> list[LedgerAppeal]:
-        filed = [self._filed.get(one.id, []) for one in submission.rejections()]
-        return [self.cases[appeal] for each in filed for appeal in each]
+    def _about(self, submission: bytes) -> list[LedgerAppeal]:
+        return [self.cases[appeal] for appeal in self._filed.get(submission, ())]
 
-    def add(self, entry: Signed[Appeal], place: int) -> None:
+    def _waited(self, key: bytes, submission: LedgerSubmission, *, trained: int) -> int:
+        """Trained steps in which its author could have appealed and did not: those in which another appeal of the same
+        author was open are none, since there is one at a time."""
+        since = max([submission.settled_step or 0, *(one.ended_step for one in self._about(key))])
+        waited = trained - since
+        for case in (self.cases[appeal] for appeal in self._by_author.get(submission.author, ())):
+            end = trained if case.state == "open" else case.ended_step
+            waited -= max(0, end - max(since, case.filed_step))
+        return waited
+
+    def add(self, entry: Signed[Appeal], place: int, *, trained: int) -> None:
         """Take one in that was checked."""
-        self.cases[entry.id] = LedgerAppeal(entry.record, entry.author, place)
-        self._filed.setdefault(entry.record.verdict, []).append(entry.id)
+        self.cases[entry.id] = LedgerAppeal(entry.record, entry.author, place, trained)
+        self._filed.setdefault(entry.record.submission, []).append(entry.id)
+        self._by_author.setdefault(entry.author, []).append(entry.id)
         self._open[entry.author] = entry.id
+
+    def expire(self, *, trained: int) -> None:
+        """One more step is trained: what nobody decided for as long as a window is ends without a decision."""
+        for author, appeal in list(self._open.items()):
+            case = self.cases[appeal]
+            if trained - case.filed_step >= self.wait_steps:
+                case.state, case.ended_step = "undecided", trained
+                del self._open[author]
 
     def require_open(self, verdict: Verdict) -> None:
         """Raise LedgerError unless a verdict may answer the appeal that it names."""
@@ -180,15 +200,13 @@ class Appeals:
         case.state = self.tally(submission, answer.record.appeal).state
         if case.state != "open":
             del self._open[case.author]
-        if case.state == "undecided":
             case.ended_step = trained
-        elif case.state != "open":
-            case.answer = answer.id
+            case.answer = answer.id if case.state != "undecided" else b""
         return case
 
     @property
     def wait_steps(self) -> int:
-        """Trained steps after a refused appeal before the same contributor may make another one."""
+        """Trained steps for which an appeal is open at most, and after a refused one until its author's next one."""
         return max(1, self.window_steps)
 
 

@@ -75,13 +75,17 @@ class RelayError(NodeError):
 class RefusedError(RelayError):
     """Raised when a relay refused a request; `code` is its machine-readable reason.
 
-    `retry_after_s` says for how long the same request will be refused again; 0 where that is not known.
+    `retry_after_s` says for how long the same request will be refused again; 0 where that is not known. `evidence` is
+    what a third party signed and the refusal rests on, for whoever is refused to check; empty where there is none.
     """
 
-    def __init__(self, message: str, *, code: str, hint: str = "", retry_after_s: float = 0.0) -> None:
+    def __init__(
+        self, message: str, *, code: str, hint: str = "", retry_after_s: float = 0.0, evidence: bytes = b""
+    ) -> None:
         super().__init__(message, hint=hint)
         self.code = code
         self.retry_after_s = retry_after_s
+        self.evidence = evidence
 
 
 class ComputeError(NodeError):

@@ -130,7 +130,7 @@ class LedgerState:
         return self._appeals.tally(self.submissions[self.appeals[appeal].record.submission], appeal)
 
     def may_appeal_again(self, appeal: bytes) -> bool:
-        """Whether what an appeal was against may be appealed against once more by now, as that one was undecided."""
+        """Whether there may be another appeal about the same work by now, as this one was undecided."""
         submission = self.submissions[self.appeals[appeal].record.submission]
         return self._appeals.once_more(appeal, submission, trained=len(self.trained))
 
@@ -154,7 +154,7 @@ class LedgerState:
     def may_be_appealed(self, submission: bytes) -> bool:
         """Whether a submission's file may yet be needed: an appeal about it is open, or could still be filed."""
         known = self.submissions.get(submission)
-        return known is not None and self._appeals.may_come(known, trained=len(self.trained))
+        return known is not None and self._appeals.may_come(submission, known, trained=len(self.trained))
 
     def owed(self) -> list[Duty]:
         """Evictions and reinstatements that the trainer owes, in ledger order."""
@@ -249,8 +249,8 @@ class LedgerState:
         expected = contributor.steps.next_index(record.step)
         if record.index != expected and entry.id in self.submissions:
             _refuse("duplicate", "this submission is already in the ledger")
-        if record.sha256 in self._files:
-            _refuse("duplicate-file", "this rollout file was submitted before")
+        if self._file_of(entry) in self._files:
+            _refuse("duplicate-file", "its author submitted this rollout file before")
         if record.index >= self.manifest.rollout.max_submissions_per_step:
             _refuse("over-cap", f"index {record.index} is over the cap of submissions a step")
         fault = self.manifest.bounds_fault(rollouts=record.rollouts, output_tokens=record.output_tokens)
@@ -266,7 +266,13 @@ class LedgerState:
         self.contributors.setdefault(entry.author, contributor).steps.add(record)
         self.submissions[entry.id] = LedgerSubmission(record, entry.author, self.length)
         self.unaccepted[entry.id] = None
-        self._files.add(record.sha256)
+        self._files.add(self._file_of(entry))
+
+    @staticmethod
+    def _file_of(entry: Signed[Submission]) -> bytes:
+        """A file is its author's: seeds name key and step, so that a copy is no work of anybody else's. Were the hash
+        alone to count, whoever signed for it first would keep the honest author out."""
+        return hashlib.sha256(entry.author.public_key + entry.record.sha256).digest()
 
     def _verdict(self, entry: Signed[Verdict]) -> None:
         entry.require_author(*self._validators)
@@ -347,7 +353,7 @@ class LedgerState:
 
     def _appeal(self, entry: Signed[Appeal]) -> None:
         self.check_appeal(entry)
-        self._appeals.add(entry, self.length)
+        self._appeals.add(entry, self.length, trained=len(self.trained))
 
     def _answer(self, submission: LedgerSubmission, answer: Signed[Verdict]) -> None:
         case = self._appeals.answered(answer, submission, trained=len(self.trained))
@@ -430,6 +436,7 @@ class LedgerState:
                 "step", f"step {step} cannot be trained now: {len(self.trained)} is next, {len(self.batches)} batches"
             )
         self.trained[step] = entry.record
+        self._appeals.expire(trained=len(self.trained))
         for peer in list(self._maturing):
             self._ripen(peer)
 

@@ -1,7 +1,7 @@
 """What the ledger's replay remembers of submissions, batches and steps: all that grows with its length.
 
 Nothing of it may be forgotten: an appeal, a batch or a fork's proof may look back, and a rollout file counts once for
-ever. It may lie anywhere, though.
+its author. It may lie anywhere, though.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class LedgerMemory:
 
     submissions: MutableMapping[bytes, LedgerSubmission] = field(default_factory=dict)
     files: Digests = field(default_factory=set[bytes])
+    """Hashes over author and file."""
     committed: MutableMapping[int, Batch] = field(default_factory=dict)
     trained: MutableMapping[int, Trained] = field(default_factory=dict)
     tips: Tips = field(default_factory=TipsInMemory)

@@ -18,6 +18,7 @@ import trio
 
 from node.compute.process import ComputeProcess
 from node.dashboard.sources import Sources
+from node.ledger.compact import looked_at
 from protocol.errors import DataDirError, MalformedError, NodeError, RefusedError
 from protocol.ledger import LedgerState, LedgerSubmission
 
@@ -142,7 +143,7 @@ class RolloutDesk:
 
     def _find(self, submission: bytes) -> tuple[LedgerState, LedgerSubmission]:
         state = self._sources.ledger()
-        one = state.submissions.get(submission) if state is not None else None
+        one = looked_at(state.submissions, submission) if state is not None else None
         if state is None or one is None:
             raise RefusedError("no such submission in the ledger as this node has it", code="not-found")
         if one.record.size > MAX_FILE_BYTES:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final
 
+from node.ledger.compact import looked_at
 from node.ledger.rows import leaderboard
 from protocol.envelope import Signed
 from protocol.ledger import LedgerState, LedgerSubmission
@@ -71,14 +72,15 @@ def submission_rows(state: LedgerState) -> list[dict[str, Any]]:
     recent = list(state.submissions)[-MAX_SUBMISSIONS:]
     among = set(recent)
     others = [key for key in list(state.unaccepted) if key not in among]
-    return [_submission_row(key, state.submissions[key]) for key in reversed([*others[-MAX_SUBMISSIONS:], *recent])]
+    found = [(key, looked_at(state.submissions, key)) for key in reversed([*others[-MAX_SUBMISSIONS:], *recent])]
+    return [_submission_row(key, one) for key, one in found if one is not None]
 
 
 def find_submission(state: LedgerState, submission: bytes) -> dict[str, Any] | None:
     """Everything about one submission: its row, its record, and every verdict with its checks; None if unknown."""
     from node.verdict_show import Found, describe_verdict  # which imports what draws tables: not while nobody looks
 
-    one = state.submissions.get(submission)
+    one = looked_at(state.submissions, submission)
     if one is None:
         return None
     record = one.record

@@ -34,12 +34,14 @@ CREATE TABLE IF NOT EXISTS submissions (
     UNIQUE (step, idx)
 );
 CREATE INDEX IF NOT EXISTS by_state ON submissions (state);
+-- `validator`: its key for what it says of a submission; its key and `appeal` for its newest answer to an appeal.
 CREATE TABLE IF NOT EXISTS verdicts (
     submission BLOB NOT NULL, validator BLOB NOT NULL, envelope BLOB NOT NULL, PRIMARY KEY (submission, validator)
 );
 CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, batch BLOB NOT NULL, trained BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS used (submission BLOB PRIMARY KEY, step INTEGER NOT NULL);
 """
+_ANSWER = b"appeal"
 _STATES: dict[str, State] = {"accept": "accepted", "reject": "rejected", "undecided": "undecided"}
 
 
@@ -158,31 +160,34 @@ class Outbox:
         """Take in a verdict; whether it changed what became of a submission of ours.
 
         Of each validator the latest is kept: its decision, however late its earlier `undecided` comes by another relay.
+        What it answers to an appeal stands beside that, and takes the place of nothing that was judged at first.
         """
-        key, validator = verdict.record.submission, verdict.author.public_key
-        before = [one for one in self.verdicts(key) if one.author == verdict.author]
-        if verdict.record.outcome == "undecided" and any(one.record.outcome != "undecided" for one in before):
+        key, outcome, reason = verdict.record.submission, verdict.record.outcome, verdict.record.reason
+        before = [one for one in self.verdicts(key) if _slot(one) == _slot(verdict)]
+        if outcome == "undecided" and any(one.record.outcome != "undecided" for one in before):
             return False
         self._db.change(
             "INSERT OR REPLACE INTO verdicts SELECT ?, ?, ? FROM submissions WHERE id = ?",
-            *(key, validator, verdict.data, key),
+            *(key, _slot(verdict), verdict.data, key),
         )
-        outcome, reason = verdict.record.outcome, verdict.record.reason
-        if verdict.record.appeal and outcome == "accept":
+        if verdict.record.appeal:
             query = "UPDATE submissions SET state = 'accepted', reason = ? WHERE id = ? AND state != 'accepted'"
-            return self._is_granted(key) and self._db.change(query, reason, key) > 0
-        agreed = sum(one.record.outcome == outcome for one in self.verdicts(key))
+            return outcome == "accept" and self._is_granted(key) and self._db.change(query, reason, key) > 0
+        agreed = sum(one.record.outcome == outcome and not one.record.appeal for one in self.verdicts(key))
         if outcome != "undecided" and agreed < self._quorum:
             return False
         return self._settle(key, _STATES[outcome], reason)
 
     def _is_granted(self, submission_id: bytes) -> bool:
         """Whether enough answers to appeals accept, by the verdicts that are here: those who judged at first were a
-        quorum that rejects, and whoever accepted; as many as a quorum, or all who were left, must accept."""
-        accepts = [one.record.appeal for one in self.verdicts(submission_id) if one.record.outcome == "accept"]
-        answers = sum(bool(appeal) for appeal in accepts)
-        beside_judges = self._validators - self._quorum - (len(accepts) - answers)
-        return answers >= max(1, min(self._quorum, beside_judges))
+        quorum that rejects, and whoever accepted; as many as a quorum, or all who were left, must accept. Who judged at
+        first answers nothing."""
+        said = self.verdicts(submission_id)
+        judged = {one.author: one.record.outcome for one in said if not one.record.appeal}
+        judges = {author for author, outcome in judged.items() if outcome != "undecided"}
+        accepts = {one.author for one in said if one.record.appeal and one.record.outcome == "accept"}
+        beside_judges = self._validators - self._quorum - sum(outcome == "accept" for outcome in judged.values())
+        return len(accepts - judges) >= max(1, min(self._quorum, beside_judges))
 
     def verdicts(self, submission_id: bytes) -> list[Signed[Verdict]]:
         """What validators said of a submission, oldest first."""
@@ -190,14 +195,15 @@ class Outbox:
         return [open_envelope(row[0], Verdict) for row in rows]
 
     def rejections(self, limit: int) -> list[Signed[Verdict]]:
-        """The newest verdicts that reject something, one a submission, newest first."""
-        found: dict[bytes, Signed[Verdict]] = {}
+        """The newest verdicts that reject something, of `limit` submissions, newest first; no answers to appeals."""
+        found: list[Signed[Verdict]] = []
         query = "SELECT v.envelope FROM verdicts v JOIN submissions s ON s.id = v.submission WHERE state != 'accepted'"
         for (envelope,) in self._db.rows(f"{query} ORDER BY v.rowid DESC LIMIT ?", 4 * limit):
             verdict = open_envelope(envelope, Verdict)
-            if verdict.record.outcome == "reject":
-                found.setdefault(verdict.record.submission, verdict)
-        return list(found.values())[:limit]
+            if verdict.record.outcome == "reject" and not verdict.record.appeal:
+                found.append(verdict)
+        newest = list(dict.fromkeys(one.record.submission for one in found))[:limit]
+        return [one for one in found if one.record.submission in newest]
 
     def unproved(self, limit: int) -> list[bytes]:
         """The newest accepted submissions of which no batch is known, or not that it was trained."""
@@ -252,3 +258,8 @@ class Outbox:
     def _one(self, query: str, *values: object) -> tuple[Any, ...]:
         """The row of a query that always finds one."""
         return self._db.row(query, *values) or ()
+
+
+def _slot(verdict: Signed[Verdict]) -> bytes:
+    """Under what a verdict is kept, beside its submission: one for its author's judgement, and one for its answers."""
+    return verdict.author.public_key + (_ANSWER if verdict.record.appeal else b"")

@@ -42,6 +42,8 @@ MAX_UNSENT = 16
 RESEND_AFTER_S = 60.0
 """A submission without a verdict for this long goes to a second relay, in case the first one is gone."""
 RESEND_CHECK_S = 10.0
+LEAVING_TRIES = 3
+"""Each goes to relays that have not failed just before, as far as there are any."""
 LAST_VERDICTS_S = 3.0
 FILES_KEPT_STEPS = 8
 RETRY_CODES = frozenset(
@@ -106,6 +108,7 @@ class InferenceRole:
         self._loaded: tuple[bytes, int] | None = None
         self._tested = not parts.tests_itself
         self._leaving = False
+        self._sending = trio.Lock()
         self._idle = trio.Event()
         """Set while nothing is being generated."""
         self._idle.set()
@@ -143,8 +146,9 @@ class InferenceRole:
                 self._p.board.state("stopping", f"finishing what is being generated, within {deadline_s:g} s")
                 await self._idle.wait()
             self._p.board.state("stopping", "handing in finished rollouts")
-            for outgoing in self._p.outbox.ready():
-                await self._send(outgoing)
+            for _ in range(LEAVING_TRIES):
+                if await self._send_ready():
+                    break
         kept, lost = self._p.outbox.count("ready"), deadline.cancelled_caught and not self._idle.is_set()
         log.info("left kept_for_the_next_start=%d unfinished_work_lost=%s", kept, lost)
 
@@ -295,16 +299,25 @@ class InferenceRole:
     async def _send_loop(self) -> None:
         while True:
             changed = self._changed
-            waiting = self._p.outbox.ready()
-            for outgoing in waiting:
-                if not await self._send(outgoing):
-                    await trio.sleep(random.uniform(0.5, 2.0))
-                    break
-            else:
-                if not waiting:
-                    with trio.move_on_after(RESEND_CHECK_S):
-                        await changed.wait()
-                    await self._resend_unjudged()
+            if not await self._send_ready():
+                await trio.sleep(random.uniform(0.5, 2.0))
+                continue
+            with trio.move_on_after(RESEND_CHECK_S):
+                await changed.wait()
+            await self._resend_unjudged()
+
+    async def _send_ready(self) -> bool:
+        """Hand in what is ready, in order; whether all of it is settled.
+
+        Whatever comes after one that no relay takes now waits with it: the ledger takes a step's submissions by index,
+        and one whose predecessor comes too late would be accepted and never entered. So one task sends at a time, too.
+        """
+        async with self._sending:
+            while waiting := self._p.outbox.ready():
+                for outgoing in waiting:
+                    if not await self._send(outgoing):
+                        return False
+            return True
 
     async def _send(self, outgoing: Outgoing, *, avoid: PeerId | None = None) -> bool:
         """Give one submission to one relay; whether it is settled there (taken or refused for good)."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import ItemsView, Iterator, MutableMapping, ValuesView
+from collections.abc import ItemsView, Iterator, Mapping, MutableMapping, ValuesView
 from threading import Lock
 from typing import Final
 
@@ -19,6 +19,8 @@ from protocol.records import Manifest
 
 HOT: Final = 512
 """Objects in memory at least. Entries come about the newest submissions, and so do questions."""
+AT_ONCE: Final = 8
+"""Most objects that one new submission puts away, so that none holds up readers for long."""
 FASTEST: Final = 1
 """Level of compression: the names of checks are in each verdict."""
 
@@ -29,11 +31,20 @@ def live_state(manifest: Signed[Manifest]) -> LedgerState:
     return LedgerState(manifest.id, manifest.record, operator=manifest.author, memory=memory)
 
 
+def looked_at(submissions: Mapping[bytes, LedgerSubmission], key: bytes) -> LedgerSubmission | None:
+    """One to read, if it is there: for whoever answers others' questions, which may be about every old submission."""
+    try:
+        return submissions.look(key) if isinstance(submissions, CompactSubmissions) else submissions[key]
+    except KeyError:
+        return None
+
+
 class CompactSubmissions(MutableMapping[bytes, LedgerSubmission]):
     """A dict of submissions by id, in the order in which they came.
 
-    What is looked up is an object until `hot` others were looked up after it, and a change of it stays. What a walk
-    over `items()` or `values()` gives is to be read only.
+    What is looked up is an object until `hot` others were looked up after it, and a change of it stays: nothing is put
+    away before the next new submission, and then AT_ONCE of them. What `look`, or a walk over `items()` or `values()`,
+    gives is to be read only, and leaves no object behind.
     """
 
     def __init__(self, hot: int = HOT) -> None:
@@ -57,7 +68,7 @@ class CompactSubmissions(MutableMapping[bytes, LedgerSubmission]):
             self._kept[key] = value
             self._hot[key] = None
             self._hot.move_to_end(key)
-            while len(self._hot) > self._most:
+            for _ in range(min(AT_ONCE, len(self._hot) - self._most)):
                 self._put_away(self._hot.popitem(last=False)[0])
 
     def __delitem__(self, key: bytes) -> None:

@@ -214,7 +214,7 @@ class RelayDesk:
         verdict = open_envelope(data, Verdict).require_author(*manifest.record.validator_ids)
         require_run(verdict.record.run_id, manifest, Verdict.KIND)
         self.check_clock(verdict.record.issued_at_ms, Verdict.KIND, verdict.author)
-        self._store.add_verdict(verdict)
+        self._store.add_verdict(verdict, known=self._is_in_ledger)
         self._changed()
 
     # Internals.
@@ -299,6 +299,11 @@ class RelayDesk:
             pruned = self._store.prune(oldest, needed=self._is_needed)
             log.info("head sequence=%d step=%d pruned=%d", head.record.sequence, head.record.step, pruned)
         self.head = head
+
+    def _is_in_ledger(self, subject: bytes) -> bool:
+        """Whether the ledger has this submission, or appeal."""
+        state = None if self.ledger is None else self.ledger.state
+        return state is not None and (subject in state.submissions or subject in state.appeals)
 
     def _is_needed(self, submission: bytes) -> bool:
         return self.ledger is not None and self.ledger.state.may_be_appealed(submission)

@@ -78,7 +78,7 @@ class Hearts:
         held = self._heard.get(beat.author)
         if held is not None and held.beat.id != beat.id:
             if held.beat.record.instance != beat.record.instance and now_ms - held.at_ms < ACTIVE_S * 1000:
-                raise second_instance(beat.author, silent_s=(now_ms - held.at_ms) / 1000)
+                raise second_instance(held.beat, silent_s=(now_ms - held.at_ms) / 1000)
             if held.beat.record.instance == beat.record.instance and beat.record.sequence <= held.beat.record.sequence:
                 raise StaleRecordError(f"heartbeat {beat.record.sequence} after {held.beat.record.sequence}")
         self._heard.pop(beat.author, None)
@@ -95,14 +95,15 @@ class Hearts:
         return next(strangers, next(iter(self._heard)))
 
 
-def second_instance(peer: PeerId, *, silent_s: float) -> RefusedError:
-    """The refusal of a second node with one key."""
+def second_instance(other: Signed[Heartbeat], *, silent_s: float) -> RefusedError:
+    """The refusal of a second node with one key, and the `other` one's heartbeat, without which nobody believes it."""
     return RefusedError(
-        f"another node with the key of {peer.short} works in this run: it spoke {silent_s:.0f} s ago",
+        f"another node with the key of {other.author.short} works in this run: it spoke {silent_s:.0f} s ago",
         code="second-instance",
         hint="one key is one node: give this one its own --data-dir, or stop the other one and start this one"
         f" {ACTIVE_S:.0f} s later; `intellect-node id export` and `id import` move a key",
         retry_after_s=ACTIVE_S,
+        evidence=other.data,
     )
 
 

@@ -89,7 +89,7 @@ class Petitions:
                 state.check_appeal(entry)
             except LedgerError as error:
                 raise _refused("appeal", error, APPEAL_HINTS) from error
-            filed = sum(one.record.verdict == entry.record.verdict for one in list(state.appeals.values()))
+            filed = sum(one.record.submission == entry.record.submission for one in list(state.appeals.values()))
             self._store.add_petition(entry, subject=entry.record.verdict + bytes(filed))
             self._desk.feed_changed()
         return "taken"

@@ -14,7 +14,7 @@ from typing import Final
 import trio
 
 from node.clock import now_ms
-from node.heartbeats import TIMEOUT_S, Pulse, SecondInstance, chosen
+from node.heartbeats import TIMEOUT_S, Pulse, SecondInstance, chosen, shows_second
 from node.membership import BEAT_S
 from node.relay_client import RelayClient
 from node.status import StatusBoard
@@ -101,7 +101,7 @@ class SoleInstance:
         self._board.details(second_instance=what)
 
     async def _round(self, beat: bytes) -> None:
-        """One heartbeat for all; one relay that errs or lies ends nobody that another one lets in."""
+        """One heartbeat for all; a relay without proof ends nobody, nor does a single one whom others let in."""
         let_in: list[RelayClient] = []
         refusals: list[RefusedError] = []
 
@@ -112,7 +112,7 @@ class SoleInstance:
                     let_in.append(client)
             except RefusedError as error:
                 log.debug("heartbeat relay=%s code=%s error=%r", client.peer_id.short, error.code, error.message)
-                if error.code == "second-instance":
+                if shows_second(error, beat, relay=client.peer_id):
                     refusals.append(error)
             except (RelayError, ProtocolError) as error:
                 log.debug("heartbeat relay=%s error=%r", client.peer_id.short, error.message)

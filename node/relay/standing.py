@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from node.membership import MAX_APPEALS_SHOWN, AppealRow, Standing, SubmissionRow
+from node.ledger.compact import looked_at
+from node.membership import MAX_APPEALS_SHOWN, MAX_REJECTIONS_SHOWN, AppealRow, Standing, SubmissionRow
 from protocol.identity import PeerId
-from protocol.ledger import LedgerState
+from protocol.ledger import LedgerState, LedgerSubmission
 from protocol.standing import Contributor
 
 
@@ -49,7 +50,11 @@ def _appeal(state: LedgerState, key: bytes) -> AppealRow:
 
 
 def _submissions(state: LedgerState, peer: PeerId, keys: Sequence[bytes]) -> tuple[SubmissionRow, ...]:
-    found = [(key, state.submissions.get(key)) for key in keys]
-    return tuple(
-        SubmissionRow(key, one.state, one.used_in) for key, one in found if one is not None and one.author == peer
-    )
+    found = [(key, looked_at(state.submissions, key)) for key in keys]
+    return tuple(_submission(key, one) for key, one in found if one is not None and one.author == peer)
+
+
+def _submission(key: bytes, one: LedgerSubmission) -> SubmissionRow:
+    rejections = [verdict.id for verdict in one.rejections() if not verdict.record.appeal]
+    shown = rejections[:MAX_REJECTIONS_SHOWN] if one.state == "rejected" else ()
+    return SubmissionRow(key, one.state, one.used_in, tuple(shown))

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from node.relay.loose import LooseVerdicts
 from node.relay.quota import DiskQuota, Usage, refuse_share
 from protocol.atomic import sync_directory
 from protocol.envelope import Signed
@@ -59,6 +60,10 @@ CREATE INDEX IF NOT EXISTS by_about ON feed (about, seq);
 CREATE INDEX IF NOT EXISTS with_file ON feed (step) WHERE file_bytes > 0;
 CREATE TABLE IF NOT EXISTS documents (name TEXT PRIMARY KEY, envelope BLOB NOT NULL);
 """
+_LOOSE = (
+    "SELECT author, id, substr(subject, 1, 32) FROM feed AS verdict WHERE kind = 'verdict' AND NOT EXISTS"
+    " (SELECT 1 FROM feed WHERE id = substr(verdict.subject, 1, 32)) ORDER BY seq"
+)
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,7 @@ class RelayStore:
             self._sweep()
             self._submissions, self._verdicts, self._petitions, self.last_seq = self._count()
             self._last_about = self._newest_by_subject()
+            self._loose = LooseVerdicts(self._db.execute(_LOOSE))
 
     def close(self) -> None:
         with self._lock:
@@ -180,15 +186,17 @@ class RelayStore:
 
     # Verdicts and the feed.
 
-    def add_verdict(self, verdict: Signed[Verdict]) -> None:
+    def add_verdict(self, verdict: Signed[Verdict], *, known: Callable[[bytes], bool] = lambda subject: False) -> None:
         """Store a verdict; the same one again changes nothing.
 
+        Of those whose submission, or appeal, is neither here nor `known`, only the newest of each validator stay.
         Raises RefusedError `already-judged` if its author has said something else about that submission, or in answer
         to that appeal: an answer is another judgement than the one that may have come too late to count. One that could
         not tell may decide later.
         """
         record, author = verdict.record, verdict.author.public_key
-        subject = (record.appeal or record.submission) + (b"?" if record.outcome == "undecided" else b"")
+        about = record.appeal or record.submission
+        subject = about + (b"?" if record.outcome == "undecided" else b"")
         values = (verdict.id, author, record.contributor, record.step, subject, verdict.data)
         query = (
             "INSERT INTO feed (kind, id, author, about, step, subject, envelope, receipt)"
@@ -207,6 +215,20 @@ class RelayStore:
                 code="already-judged",
                 hint="nothing to do: a validator's first verdict on a submission is the one that counts",
             ) from error
+        if not self.has(about) and not known(about):
+            self._forget(
+                self._loose.add(author, verdict.id, subject=about, known=lambda one: known(one) or self.has(one))
+            )
+
+    def _forget(self, verdicts: list[bytes]) -> None:
+        if not verdicts:
+            return
+        with self._lock, self._errors():
+            query = f"DELETE FROM feed WHERE kind = 'verdict' AND id IN ({_marks(verdicts)})"
+            gone = self._db.execute(query, verdicts).rowcount
+            with self._count_lock:
+                self._verdicts -= gone
+        log.warning("relay store forgot verdicts=%d about what nobody here knows", gone)
 
     def has(self, record_id: bytes) -> bool:
         """Whether the feed has a record."""
@@ -449,7 +471,7 @@ def _temporary(directory: Path, stem: str) -> tuple[int, Path]:
     raise DataDirError(f"{directory} is full of unfinished uploads", hint="restart the relay: it sweeps them away")
 
 
-def _marks(values: Sequence[str]) -> str:
+def _marks(values: Sequence[object]) -> str:
     return ",".join("?" * len(values))
 
 

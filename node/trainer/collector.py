@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from node.trainer.petitions import Petitions
 from protocol.envelope import Signed
 from protocol.errors import LedgerError, ProtocolError, RelayError
 from protocol.identity import Identity, PeerId
+from protocol.ledger_memory import LedgerSubmission
 from protocol.records import Admission, Appeal, Submission, Verdict
 
 log = logging.getLogger(__name__)
@@ -33,7 +35,9 @@ PENDING_S = 60.0
 """A submission that nobody judged for this long is no longer counted on."""
 
 MAX_CASES = 1 << 15
-"""Beyond so many, those without a submission go, the oldest first."""
+"""Beyond so many, those without a submission go, the oldest first; then those of whom the ledger takes nothing."""
+MAX_HELD_EACH = 256
+"""Submissions of one key that is evicted, or not admitted: it may come back, or be admitted yet."""
 
 
 @dataclass
@@ -41,6 +45,8 @@ class _Case:
     """A submission on its way into the ledger."""
 
     seen_at: float = field(default_factory=time.monotonic)
+    heard_at: float = field(default_factory=time.monotonic)
+    """When there was something new about it for the last time."""
     submission: Signed[Submission] | None = None
     relays: dict[PeerId, RelayClient] = field(default_factory=dict)
     verdicts: dict[PeerId, Signed[Verdict]] = field(default_factory=dict)
@@ -86,12 +92,13 @@ class Collector:
             one is not None and one.record.checkpoint_step >= oldest and self._takes_from(one.author) for one in waiting
         )
 
-    def has_all(self) -> bool:
+    def has_all(self, *, but_silent: bool = False) -> bool:
         """Whether every relay has been heard and nothing that it announced has still to be judged or written down.
 
-        However old its policy: what is accepted too late for any batch is credited as well.
+        However old its policy: what is accepted too late for any batch is credited as well. With `but_silent` nothing
+        is expected of relays that are silent.
         """
-        if self._feeds.silent or self._ledger.state.open_appeals():
+        if (self._feeds.silent and not but_silent) or self._ledger.state.open_appeals():
             return False
         return not any(self._unsettled(key, case) for key, case in self._cases.items())
 
@@ -123,14 +130,17 @@ class Collector:
         ):
             return await self._petition(signed)
         key = signed.record.submission if isinstance(signed.record, Verdict) else signed.id
-        if self._settled(key):
+        if self._settled(key) or (isinstance(signed.record, Submission) and self._holds_enough_of(signed)):
             return
         case = self._case(key)
         if isinstance(signed.record, Verdict):
             before = case.verdicts.get(signed.author)
-            if before is None or before.record.outcome == "undecided":
+            if before is None or (before.record.outcome == "undecided" and before.id != signed.id):
                 case.verdicts[signed.author] = signed
+                case.heard_at = time.monotonic()
         else:
+            if case.submission is None:
+                case.heard_at = time.monotonic()
             case.submission = signed
             case.relays[client.peer_id] = client
             self._notify()
@@ -139,34 +149,61 @@ class Collector:
     def _case(self, key: bytes) -> _Case:
         """Of too many, one without its submission is forgotten: verdicts alone cost nothing to make."""
         if key not in self._cases and len(self._cases) >= MAX_CASES:
-            hollow = next((one for one, case in self._cases.items() if case.submission is None), None)
-            if hollow is not None:
-                del self._cases[hollow]
+            hollow = (one for one, case in self._cases.items() if case.submission is None)
+            held = (
+                one
+                for one, case in self._cases.items()
+                if case.submission is not None and not self._takes_from(case.submission.author)
+            )
+            if (last := next(chain(hollow, held), None)) is not None:
+                del self._cases[last]
         return self._cases.setdefault(key, _Case())
 
+    def _holds_enough_of(self, submission: Signed[Submission]) -> bool:
+        """Whether this is one more than is kept of a key of which the ledger takes nothing now."""
+        if submission.id in self._cases or self._takes_from(submission.author):
+            return False
+        return len(self._cases_of(submission.author)) >= MAX_HELD_EACH
+
+    def _cases_of(self, author: PeerId) -> list[tuple[bytes, _Case]]:
+        cases = self._cases.items()
+        return [(key, one) for key, one in cases if one.submission is not None and one.submission.author == author]
+
     async def _petition(self, entry: Signed[Any]) -> None:
+        """What an admission, or a reinstatement that follows from an answer, lets in has waited for it."""
+        before = {peer for peer in (self._ledger.state.evicted | {entry.author}) if not self._takes_from(peer)}
         for verdict in await self._petitions.take(entry):
             self.on_verdict(verdict)
         self._notify()
-        if isinstance(entry.record, Admission):
-            for key, case in list(self._cases.items()):
-                if case.submission is not None and case.submission.author == entry.author:
+        for author in before:
+            if self._takes_from(author):
+                for key, case in self._cases_of(author):
                     await self._settle(key, case)
 
     def _unsettled(self, key: bytes, case: _Case) -> bool:
         """Whether a verdict about a submission, or its place in the ledger, is still to be expected."""
-        state = self._ledger.state
-        known = state.submissions.get(key)
-        if time.monotonic() - case.seen_at > PENDING_S or (known is not None and known.state != "pending"):
+        known = self._ledger.state.submissions.get(key)
+        if time.monotonic() - case.heard_at > PENDING_S or (known is not None and not self._may_be_settled(known)):
             return False
         authors = {PeerId(verdict.record.contributor) for verdict in case.verdicts.values()}
         if case.submission is not None:
             authors = {case.submission.author}
         return any(self._takes_from(author) for author in authors)
 
+    def _may_be_settled(self, known: LedgerSubmission) -> bool:
+        """Whether those who have not decided can still make a quorum: the next validator is called where one could not
+        tell, or two contradict each other, and who could not tell looks again."""
+        manifest = self._ledger.state.manifest
+        said = [one.record.outcome for one in known.verdicts.values()]
+        accepts, rejects = said.count("accept"), said.count("reject")
+        left = len(manifest.validators) - accepts - rejects
+        return known.state not in ("accepted", "rejected") and max(accepts, rejects) + left >= manifest.quorum
+
     def _takes_from(self, author: PeerId) -> bool:
         """Whether the ledger takes work of a contributor now."""
-        return author not in self._ledger.state.evicted and self._ledger.state.admitted(author)
+        contributor = self._ledger.state.contributors.get(author)
+        evicted = contributor is not None and contributor.standing == "evicted"
+        return not evicted and self._ledger.state.admitted(author)
 
     def _settled(self, key: bytes) -> bool:
         known = self._ledger.state.submissions.get(key)
@@ -193,7 +230,7 @@ class Collector:
         if key in state.submissions:
             return bool(self._fresh(key, case))
         record, author = case.submission.record, case.submission.author
-        return state.admitted(author) and record.index == state.next_index(author, record.step)
+        return self._takes_from(author) and record.index == state.next_index(author, record.step)
 
     def _following(self, submission: Signed[Submission] | None) -> tuple[bytes, _Case] | None:
         if submission is None:

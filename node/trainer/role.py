@@ -47,7 +47,11 @@ READ_TIMEOUT_S = 120.0
 END_DEADLINE_S = 20.0
 LAST_VERDICTS_MIN_S = 2.0
 LOOK_AGAIN_S = 0.5
-LAST_VERDICTS_DEADLINE_S = 30.0
+SILENT_RELAYS_S = 30.0
+"""After so long no relay is waited for that cannot be reached."""
+LAST_VERDICTS_DEADLINE_S = 120.0
+"""Only while something is outstanding: a validator steps in after 15 heads (30 s), and whoever could not tell looks
+again after 30 s; then it loads the policy and judges."""
 
 
 class TrainResult(msgspec.Struct):
@@ -109,14 +113,16 @@ class TrainerRole:
 
     async def _run_to_the_end(self) -> None:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._p.collector.run)
             nursery.start_soon(self._p.monitor.run)
             nursery.start_soon(self._beat_loop)
             batches = trio.open_memory_channel[int](self._manifest.batch.max_staleness + 1)
             nursery.start_soon(self._gather_loop, batches[0])
-            await self._train_loop(batches[1])
-            await self._take_last_verdicts()
-            await self._p.monitor.finish()
+            async with trio.open_nursery() as collecting:
+                collecting.start_soon(self._p.collector.run)
+                await self._train_loop(batches[1])
+                await self._take_last_verdicts()
+                await self._p.monitor.finish()
+                collecting.cancel_scope.cancel()  # no head would confirm what is entered after the last one
             self._finished = True
             self._p.board.state("finished", "all steps are trained")
             await self._tell_the_end()
@@ -357,8 +363,9 @@ class TrainerRole:
         """Work that was handed in before the end is judged and credited, within a deadline."""
         self._p.board.waiting("the verdicts about the last submissions")
         with trio.move_on_after(LAST_VERDICTS_DEADLINE_S) as deadline:
+            began = trio.current_time()
             await trio.sleep(LAST_VERDICTS_MIN_S)
-            while not self._p.collector.has_all():
+            while not self._p.collector.has_all(but_silent=trio.current_time() - began >= SILENT_RELAYS_S):
                 with trio.move_on_after(LOOK_AGAIN_S):
                     await self._p.collector.wait_changed()
         if deadline.cancelled_caught:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from node.ledger.compact import looked_at
 from node.ledger.rows import contributor_row
 from node.status import StatusBoard
 from node.trainer.gather import Gathered
@@ -38,8 +39,8 @@ class Scoreboard:
             for verdict in submission.verdicts.values():
                 self._keep(verdict)
         self._board.details(total_steps=self._state.manifest.batch.total_steps)
-        stale = self._state.stale(self._step)
-        self._stale_rollouts = sum(self._state.submissions[key].record.rollouts for key in stale)
+        stale = [looked_at(self._state.submissions, key) for key in self._state.stale(self._step)]
+        self._stale_rollouts = sum(one.record.rollouts for one in stale if one is not None)
         self._show_rewards()
         self._show_contributors()
 

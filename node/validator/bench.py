@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from node.ledger.compact import looked_at
 from node.validator.docket import OpenCase
 from node.validator.draws import PATIENCE_S, Draws
 from protocol.draw import beacon_of, is_first_after, judges
@@ -98,7 +99,7 @@ class Bench:
         return behind < absent or behind <= votes - self._quorum
 
     def _entered(self, case: OpenCase) -> dict[PeerId, str]:
-        known = self._ledger.submissions.get(case.submission.id)
+        known = looked_at(self._ledger.submissions, case.submission.id)
         return {} if known is None else {one.author: one.record.outcome for one in known.verdicts.values()}
 
     def _heard(self, case: OpenCase) -> Mapping[PeerId, _Heard]:

@@ -13,13 +13,14 @@ from protocol.records import CheckResult, Tolerance
 class NotYet(Exception):
     """Raised inside the role when a case waits for something; `what` names it for a person.
 
-    `coming`: it is on its way, however long that takes.
+    `coming`: it is on its way, however long that takes. `from_others`: others have it and may never give it.
     """
 
-    def __init__(self, what: str, *, coming: bool = False) -> None:
+    def __init__(self, what: str, *, coming: bool = False, from_others: bool = False) -> None:
         super().__init__(what)
         self.what = what
         self.coming = coming
+        self.from_others = from_others
 
 
 class Findings(msgspec.Struct):

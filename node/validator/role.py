@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -57,7 +58,7 @@ GIVE_UP_S: Final = 300.0
 """A case whose file or policy could not be had for this long is closed as undecided."""
 FILES_IN_MEMORY: Final = 3
 LOOK_AGAIN_S: Final = 60.0
-"""The same where it was closed so before: what has come is there by now."""
+"""The same where it was closed so before: what has come is there by now. Its file is asked for once, for as long."""
 CRASHES_FORGIVEN: Final = 1
 """How often a case is tried again after the process that computed it failed."""
 
@@ -108,6 +109,7 @@ class ValidatorRole:
         self._loaded: set[bytes] = set()
         self._loaded_restarts = 0
         self._desk = trio.CapacityLimiter(FILES_IN_MEMORY)
+        self._second_desk = trio.CapacityLimiter(1)  # second looks take no first one's place
         self._downloads: set[bytes] = set()
         self._changed = trio.Event()
         self._poster = Poster(parts.swarm, parts.docket)
@@ -211,7 +213,9 @@ class ValidatorRole:
         try:
             return await self._findings(case, downloads)
         except NotYet as wait:
-            return self._put_off(case, wait.what, coming=wait.coming)
+            if case.again and wait.from_others:  # the look is over; the next one asks again
+                return undecided(f"{wait.what} did not come when it was asked for again")
+            return self._put_off(case, wait.what, coming=wait.coming and not case.again)
         except MalformedError as error:
             return Findings("reject", True, f"schema: {error.message}"[:1000])
         except ComputeError as error:
@@ -243,7 +247,7 @@ class ValidatorRole:
             return fault
         path = await self._fetch(case)
         try:
-            async with self._desk:
+            async with self._second_desk if case.again else nullcontext(), self._desk:
                 rollouts = await self._p.reader.read(path, timeout_s=READ_TIMEOUT_S, **self._limits)
                 return await self._examine(case, rollouts)
         finally:
@@ -279,11 +283,12 @@ class ValidatorRole:
     async def _fetch(self, case: Case) -> Path:
         """The file, from the first of its relays that gives it. Raises NotYet."""
         path = self._p.work_dir / f"{case.submission.id.hex()}.parquet"
-        for relay in list(case.relays):
-            client = next((one for one in self._p.swarm.clients if one.peer_id == relay), None)
-            if client is not None and await self._fetch_from(client, case.submission, path):
-                return path
-        raise NotYet("file: the rollouts, from a relay that said it has them,")
+        with trio.move_on_after(LOOK_AGAIN_S if case.again else math.inf):
+            for relay in list(case.relays):
+                client = next((one for one in self._p.swarm.clients if one.peer_id == relay), None)
+                if client is not None and await self._fetch_from(client, case.submission, path):
+                    return path
+        raise NotYet("file: the rollouts, from a relay that said it has them,", from_others=True)
 
     async def _fetch_from(self, client: RelayClient, submission: Signed[Submission], path: Path) -> bool:
         try:

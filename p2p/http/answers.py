@@ -86,10 +86,18 @@ def msgpack_response(value: Any, *, status: int = 200, headers: Mapping[str, str
 
 
 def error_response(
-    status: int, code: str, message: str, hint: str = "", *, headers: Mapping[str, str] | None = None
+    status: int,
+    code: str,
+    message: str,
+    hint: str = "",
+    *,
+    headers: Mapping[str, str] | None = None,
+    evidence: bytes = b"",
 ) -> web.Response:
-    """An answer that says why not: `code` for programs, `message` and `hint` for people."""
-    said = {"code": code, "message": printable(message), "hint": printable(hint)}
+    """An answer that says why not: `code` for programs, `message` and `hint` for people, and what proves it, if any."""
+    said: dict[str, object] = {"code": code, "message": printable(message), "hint": printable(hint)}
+    if evidence:
+        said["evidence"] = evidence
     return msgpack_response(said, status=status, headers=headers)
 
 
@@ -150,7 +158,7 @@ def _answer_to(error: NodeError) -> web.Response:
     if isinstance(error, RefusedError):
         headers = {"Retry-After": str(math.ceil(error.retry_after_s))} if error.retry_after_s else None
         status = _STATUS_OF_CODE.get(error.code, 409)
-        return error_response(status, error.code, error.message, error.hint, headers=headers)
+        return error_response(status, error.code, error.message, error.hint, headers=headers, evidence=error.evidence)
     for kind, status, code in _PROTOCOL_CODES:
         if isinstance(error, kind):
             return error_response(status, code, error.message, error.hint)

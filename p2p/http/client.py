@@ -415,6 +415,7 @@ class _ErrorBody(msgspec.Struct):
     code: str
     message: str = ""
     hint: str = ""
+    evidence: bytes = b""
 
 
 async def _require_success(response: aiohttp.ClientResponse) -> None:
@@ -435,6 +436,7 @@ def _refused(host: str, status: int, retry_after: str, body: bytes) -> RelayErro
             code=printable(said.code)[:64],
             hint=printable(said.hint),
             retry_after_s=_retry_after_s(status, retry_after),
+            evidence=said.evidence,
         )
     return RefusedError(f"{host} answered with status {status}", code=f"http-{status}")
 

@@ -91,7 +91,10 @@ class CheckpointClient:
         """
         manifest = self._store.manifest(checkpoint) or await self._fetch_manifest(checkpoint)
         self._rules.check(manifest, step=step)
-        self._store.close(manifest)
+        try:
+            self._store.close(manifest)
+        except OSError as error:
+            raise disk_error(error) from error
         if self._early is not None and self._early[0].step < manifest.record.step:
             self._early[1].cancel()
         await self._have(manifest)

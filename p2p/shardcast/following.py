@@ -97,6 +97,7 @@ class Following:
         *,
         pulse: Pulse,
         on_answer: Callable[[], None],
+        on_disk_error: Callable[[OSError], None],
         breath_s: Callable[[], float],
     ) -> None:
         self.sources: dict[PeerId, Followed] = {}
@@ -106,6 +107,7 @@ class Following:
         self._partial = partial
         self._pulse = pulse
         self._on_answer = on_answer
+        self._on_disk_error = on_disk_error
         self._breath_s = breath_s
 
     @property
@@ -175,6 +177,9 @@ class Following:
                 return POLL_S
             if isinstance(error, ProtocolError):
                 self._links.blame(peer, f"about checkpoint step {self._draft.layout.step}: {error.message}")
+            return None
+        except OSError as error:  # of this node's disk, which has no room for the manifest: no fault of the source's
+            self._on_disk_error(error)
             return None
         self._on_answer()
         return 0.0

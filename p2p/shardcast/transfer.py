@@ -106,6 +106,7 @@ class Transfer:
             partial,
             pulse=self._pulse,
             on_answer=self._look_at_todo,
+            on_disk_error=self._fail,
             breath_s=self._breath_s,
         )
         self._attempts: dict[int, _Attempt] = {}
@@ -181,8 +182,11 @@ class Transfer:
             try:
                 await self._fetch(*choice)
             except OSError as error:  # of this node's disk: the network's are RelayErrors
-                self._failure = disk_error(error)
-                self._pulse.wake()
+                self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        self._failure = disk_error(error)
+        self._pulse.wake()
 
     def _useful_workers(self) -> int:
         """On a quick link one or two connections fill it, and the first shard is whole sooner when it comes alone."""

@@ -26,11 +26,11 @@ from relay_world import CAROL, Relay, loopback, make_advert, make_head, make_not
 from node import appeal
 from node.identity import keep_new_identity
 from node.inference.outbox import Outbox
-from protocol.envelope import Signed
+from protocol.envelope import Signed, open_envelope
 from protocol.errors import RelayError
 from protocol.identity import Identity
 from protocol.ledger import next_tip, open_entry
-from protocol.records import Appeal, Manifest
+from protocol.records import Appeal, Manifest, Verdict
 from protocol.run import RunAddress
 
 ALICE, DAVE, EVE, FAY, GIL = (Identity.from_phrase(name) for name in ("alice", "dave", "eve", "fay", "gil"))
@@ -61,6 +61,8 @@ class Court:
         verdicts = [make_verdict(self.work, by=judge, **said) for judge in JUDGES[:quorum]]
         self.entries = [self.work.data, *(one.data for one in verdicts), make_eviction(verdicts[0])]
         self.answered: list[bytes] = []
+        self.unseen: list[bytes] = []
+        """Verdicts that the relay's feed has, and the contributor's outbox does not."""
         keep_new_identity(ALICE, self.home)
         (self.home / "swarm.cache").write_bytes(msgspec.msgpack.encode((self.manifest.data, [])))
         outbox = Outbox(self.home / "outbox.sqlite")
@@ -93,6 +95,8 @@ class Court:
             head = make_head(run_id=self.manifest.id, ledger_tip=self.manifest.id)
             relay.desk.accept_origin(self.manifest.data, make_notice(CAROL, run_id=self.manifest.id).data, head.data)
         self._mirror(relay)
+        for verdict in self.unseen:
+            relay.store.add_verdict(open_envelope(verdict, Verdict))
 
     def _mirror(self, relay: Relay) -> None:
         """The trainer's ledger, as far as the relay lacks it."""
@@ -180,6 +184,27 @@ def test_appeal_that_is_refused_fails(run_cli: RunCli, at_court: Callable[..., C
     done = run_cli("appeal", "last", "--data-dir", court.home)
     assert (done.code, done.out.strip()) == (1, f"{court.answered[0].hex()}: refused")
     assert "the next appeal has to wait (0 of 1 accept, 1 of 1 reject)" in done.err
+
+
+@pytest.mark.parametrize("what", ["last", "its id"])
+def test_verdict_that_the_ledger_does_not_have_is_not_appealed_against(
+    run_cli: RunCli, at_court: Callable[..., Court], what: str
+) -> None:
+    """A judge signs two rejections and hands the contributor the one that the trainer never saw; and a validator that
+    never judged rejects in answer to an appeal that does not exist."""
+    court = at_court("reject", "accept", "accept", reason="")
+    outbox = Outbox(court.home / "outbox.sqlite")
+    for judge in JUDGES:
+        outbox.judged(make_verdict(court.work, by=judge, outcome="reject", hard=True, reason="seed: another one"))
+    outbox.judged(make_verdict(court.work, by=DAVE, outcome="reject", hard=True, reason="x: y", appeal=b"q" * 32))
+    outbox.close()
+    for entry in map(open_entry, court.entries):
+        if isinstance(entry.record, Verdict):
+            court.unseen.append(entry.data)
+    name = what if what == "last" else court.work.id.hex()
+    done = run_cli("appeal", name, "--data-dir", court.home, "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["state"] == "reinstated"
 
 
 def test_appeal_that_two_must_grant_outlasts_one_that_refuses(run_cli: RunCli, at_court: Callable[..., Court]) -> None:

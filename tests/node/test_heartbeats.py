@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,10 +12,10 @@ import trio
 from factories import OPERATOR, make_head, make_heartbeat, make_manifest, sealed
 
 from node import heartbeats
-from node.clock import now_ms
+from node.clock import MAX_NODE_SKEW_S, now_ms
 from node.heartbeats import Heartbeats, Pulse, SecondInstance, chosen
 from node.instance import own_instance
-from node.membership import BeatAnswer
+from node.membership import ACTIVE_S, BeatAnswer
 from node.relay_client import RelayClient
 from node.status import StatusBoard
 from node.swarm import Swarm
@@ -26,7 +26,19 @@ from protocol.records import Head, Heartbeat
 
 ALICE, BOB = Identity.from_phrase("alice"), Identity.from_phrase("bob")
 MANIFEST = sealed(make_manifest(), OPERATOR)
-SECOND = RefusedError("another node with the key works in this run", code="second-instance", hint="stop it")
+
+
+def second(
+    author: Identity = ALICE, *, run_id: bytes = MANIFEST.id, ago_s: float = 0.0, **changes: Any
+) -> RefusedError:
+    """What a relay says that hears another node with a key, with its proof."""
+    beat = make_heartbeat(author, run_id, issued_at_ms=now_ms() - int(1000 * ago_s), **changes)
+    return refusal(beat.data)
+
+
+def refusal(evidence: bytes) -> RefusedError:
+    what = "another node with the key works in this run"
+    return RefusedError(what, code="second-instance", hint="stop it", evidence=evidence)
 
 
 class FakeRelay:
@@ -127,7 +139,7 @@ async def test_a_key_speaks_to_the_same_relays_whoever_has_it() -> None:
 @pytest.mark.parametrize("role", ["inference", "validator", "trainer"])
 async def test_newcomer_with_the_key_of_a_working_node_ends(tmp_path: Path, role: str) -> None:
     """A key that was copied to a second computer."""
-    world = World(tmp_path, FakeRelay("one"), FakeRelay("two", problem=SECOND), role=role)
+    world = World(tmp_path, FakeRelay("one"), FakeRelay("two", problem=second()), role=role)
     with pytest.RaisesGroup(SecondInstance, allow_unwrapped=True):
         await world.beat()
 
@@ -135,11 +147,38 @@ async def test_newcomer_with_the_key_of_a_working_node_ends(tmp_path: Path, role
 async def test_one_relay_that_lies_ends_no_node_that_was_let_in(tmp_path: Path) -> None:
     world = World(tmp_path, FakeRelay("one"), FakeRelay("two"))
     await world.beat()
-    world.relays[0].problem = SECOND
+    world.relays[0].problem = second()
     await world.beat()
-    world.relays[1].problem = SECOND
+    world.relays[1].problem = second()
     with pytest.RaisesGroup(SecondInstance, allow_unwrapped=True):
         await world.beat()
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda own: refusal(b""),
+        lambda own: refusal(b"x" * 4096),
+        lambda own: refusal(make_heartbeat(ALICE, MANIFEST.id, issued_at_ms=now_ms()).data[:-1] + b"!"),
+        lambda own: refusal(make_head(MANIFEST.id, 1).data),
+        lambda own: second(BOB),
+        lambda own: second(run_id=b"o" * 32),
+        lambda own: second(ago_s=ACTIVE_S + MAX_NODE_SKEW_S + 5),
+        lambda own: second(ago_s=-ACTIVE_S - MAX_NODE_SKEW_S - 5),
+        lambda own: second(instance=own),
+    ],
+    ids=["none", "noise", "forged", "no-heartbeat", "of_another", "other-run", "old", "future", "before-the-restart"],
+)
+@pytest.mark.parametrize("relays", [("lies", "lets in"), ("lies", "lies", "lies")], ids=["one", "all"])
+async def test_relays_that_prove_no_second_node_keep_nobody_out(
+    tmp_path: Path, lie: Callable[[bytes], RefusedError], relays: Sequence[str]
+) -> None:
+    """A node starts again, and one of its three relays, or each of them, says that its key works elsewhere."""
+    problem = lie(own_instance(tmp_path))
+    world = World(
+        tmp_path, *(FakeRelay(str(at), problem=problem if one == "lies" else None) for at, one in enumerate(relays))
+    )
+    await world.beat(3)
 
 
 async def test_relays_that_are_away_end_nobody(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ from factories import make_head, make_manifest, make_submission, make_verdict, s
 from node.inference.outbox import Outbox
 from node.inference.role import HeldPolicy, InferenceParts, InferenceRole
 from node.status import StatusBoard
-from protocol.envelope import Signed
-from protocol.errors import ComputeError
+from protocol.envelope import Signed, open_envelope
+from protocol.errors import ComputeError, RelayError
 from protocol.identity import Identity
-from protocol.records import Head
+from protocol.records import Head, Receipt, Submission
 
-ALICE, OPERATOR = Identity.from_phrase("alice"), Identity.from_phrase("operator")
+ALICE, BOB, OPERATOR = (Identity.from_phrase(name) for name in ("alice", "bob", "operator"))
 MANIFEST = sealed(make_manifest(), OPERATOR)
 
 
@@ -226,6 +226,47 @@ async def test_leaving_has_a_deadline(autojump_clock, outbox, slow, nursery, cap
         await role.leave(10)
         assert trio.current_time() - began == 10
     assert "unfinished_work_lost=True" in caplog.text
+
+
+class Moody:
+    """A relay that breaks off the first few times, and notes what it took."""
+
+    peer_id = BOB.peer_id
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+        self.took: list[int] = []
+
+    async def submit(self, envelope: bytes, path: Path) -> Any:
+        await trio.lowlevel.checkpoint()
+        if self.failures:
+            self.failures -= 1
+            raise RelayError("broke off", hint="")
+        work = open_envelope(envelope, Submission)
+        self.took.append(work.record.index)
+        return sealed(Receipt(run_id=MANIFEST.id, submission=work.id, head_sequence=1, received_at_ms=1), BOB)
+
+
+@pytest.mark.parametrize(("failures", "taken"), [(0, [0, 1, 2, 3]), (2, [0, 1, 2, 3]), (99, [])])
+async def test_who_leaves_hands_in_by_index(failures, taken, autojump_clock, tmp_path, outbox) -> None:
+    """What followed one that no relay took would be accepted, and never entered: the ledger goes by index."""
+    swarm: Any = FakeSwarm(step=3, checkpoint_step=3)
+    relay = Moody(failures)
+    swarm.choose_relay = lambda avoid=None: relay
+    swarm.failed = lambda peer: None
+    policies: Any = FakePolicies(3)
+    feeds: Any = SilentFeeds()
+    compute: Any = None
+    board = StatusBoard(role="inference", peer_id=ALICE.peer_id, run="test")
+    role = InferenceRole(InferenceParts(ALICE, swarm, policies, compute, outbox, feeds, board, tmp_path / "work"))
+    for index in range(4):
+        has_used(outbox, step=3, policy=3, index=index)
+    with trio.fail_after(60):
+        async with trio.open_nursery() as both:
+            both.start_soon(role.leave, 30)
+            both.start_soon(role.leave, 30)
+    assert relay.took == taken
+    assert outbox.count("ready") == 4 - len(taken)
 
 
 async def test_the_first_accepted_work_is_told_with_where_its_proof_lies(outbox, slow) -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from bench.synthetic_ledger import entries, manifest
 from node.dashboard.world import find_submission, submission_rows
-from node.ledger.compact import CompactSubmissions, live_state
+from node.ledger.compact import AT_ONCE, CompactSubmissions, live_state, looked_at
 from node.ledger.rows import leaderboard, submissions_of
+from node.relay.standing import standing_of
 from protocol.ledger import LedgerMemory, LedgerState, LedgerSubmission, open_entry
 from protocol.records import Submission, Verdict
 
@@ -85,6 +86,39 @@ def test_a_change_of_what_was_looked_up_stays(ledger):
     assert list(submissions) == [work.id for work in works[1:8]]
     with pytest.raises(KeyError):
         submissions[works[0].id]
+
+
+def test_what_was_looked_up_is_put_away_a_few_at_a_time(ledger):
+    """A walk by look-ups makes objects of all, and no later submission waits until all of them are bytes again."""
+    submissions = CompactSubmissions(HOT)
+    works = [one for data in ledger if isinstance((one := open_entry(data, signature_checked=True)).record, Submission)]
+    assert len(works) > 4 * AT_ONCE
+    for work in works[:-2]:
+        submissions[work.id] = LedgerSubmission(work.record, work.author)
+    for work in works[:-2]:
+        submissions[work.id].used_in = 7
+    before = objects(submissions)
+    submissions[works[-2].id] = LedgerSubmission(works[-2].record, works[-2].author)
+    assert objects(submissions) == before + 1 - AT_ONCE
+    assert all(submissions.look(work.id).used_in == 7 for work in works[:-2])
+
+
+def test_answers_to_others_leave_no_objects_behind(ledger):
+    """A contributor asks where each of its old submissions stands; somebody opens each of them in the dashboard."""
+    *_, (_, compact) = states(ledger)
+    before = objects(compact.submissions)
+    keys = list(compact.submissions)
+    for key in keys:
+        author = looked_at(compact.submissions, key).author
+        assert [row.submission for row in standing_of(compact, author, [key]).submissions] == [key]
+        assert find_submission(compact, key) is not None
+    submission_rows(compact)
+    assert objects(compact.submissions) == before < len(keys)
+    assert looked_at(compact.submissions, b"n" * 32) is None
+
+
+def objects(submissions):
+    return sum(one is submissions.look(key) for key, one in submissions.items())
 
 
 def test_nodes_keep_it_so():

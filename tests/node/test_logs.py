@@ -3,10 +3,12 @@
 import io
 import json
 import logging
+from contextlib import closing
+from functools import partial
 
 import pytest
 
-from node.logs import MAX_LINE_CHARS, BoundedLog, set_up_logging, shorten_peer_ids
+from node.logs import MAX_LINE_CHARS, BoundedLog, keep_log, set_up_logging, shorten_peer_ids
 from protocol.identity import Identity
 
 
@@ -73,6 +75,29 @@ def test_a_full_disk_does_not_raise(tmp_path, monkeypatch, caplog):
     log.write(b"x" * 100)
     log.close()
     assert caplog.text.count("cannot be written") == 1
+
+
+def test_a_full_disk_is_told_once_where_the_log_is_that_file(tmp_path, monkeypatch, lines):
+    """What says so comes to the same file, which cannot take it either; once there was room it is told again."""
+    root, stream = logging.getLogger(), lines()
+    full, real = [True], BoundedLog._rotate
+
+    def rotate(log):
+        if full[0]:
+            raise OSError(28, "No space left on device")
+        real(log)
+
+    monkeypatch.setattr(BoundedLog, "_rotate", rotate)
+    monkeypatch.setattr("node.logs.BoundedLog", partial(BoundedLog, max_bytes=10))
+    with closing(keep_log(tmp_path / "node.log")):
+        for told in (1, 2):
+            full[0] = True
+            for number in range(5):
+                root.info("line %d", number)
+            assert stream.getvalue().count("log file cannot be written") == told
+            assert stream.getvalue().count("line 4") == told
+            full[0] = False
+            root.info("there is room")
 
 
 @pytest.fixture

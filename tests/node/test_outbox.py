@@ -158,6 +158,29 @@ def test_answer_to_an_appeal_overturns_a_rejection(tmp_path: Path) -> None:
     assert outbox.rejections(9) == []
 
 
+@pytest.mark.parametrize("outcome", ["reject", "undecided", "accept"])
+def test_answer_to_no_appeal_of_ours_hides_no_rejection(tmp_path: Path, outcome: str) -> None:
+    """A validator names an appeal that does not exist, after it judged, or without: the rejection stays appealable."""
+    outbox = Outbox(tmp_path / "outbox.sqlite", quorum=2, validators=5)
+    work = hand_in(outbox, tmp_path)
+    first, second = (make_verdict(work, by=by, outcome="reject", reason="seed: x") for by in (CARL, DAVE))
+    assert [outbox.judged(one) for one in (first, second)] == [False, True]
+    for number, by in enumerate((CARL, DAVE, VALIDATOR, CARL, DAVE, VALIDATOR)):
+        assert not outbox.judged(make_verdict(work, by=by, outcome=outcome, reason="x", appeal=bytes([number] * 32)))
+    assert [one.id for one in outbox.rejections(9)] == [second.id, first.id]
+    assert outbox.count("rejected") == 1
+    assert len(outbox.verdicts(work.id)) == 5, "one answer of each is kept"
+
+
+def test_answers_to_appeals_settle_no_submission(tmp_path: Path) -> None:
+    """Validators that never judged reject in answer to an appeal that does not exist."""
+    outbox = Outbox(tmp_path / "outbox.sqlite", quorum=2, validators=5)
+    work = hand_in(outbox, tmp_path)
+    for by in (CARL, DAVE, VALIDATOR):
+        assert not outbox.judged(make_verdict(work, by=by, outcome="reject", reason="x", appeal=b"a" * 32))
+    assert outbox.count("rejected") == 0
+
+
 @pytest.mark.parametrize(("validators", "accepts", "needed"), [(5, 0, 2), (4, 1, 1), (3, 0, 1)])
 def test_as_many_answers_overturn_a_rejection_as_judge(
     tmp_path: Path, validators: int, accepts: int, needed: int

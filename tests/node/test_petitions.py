@@ -171,6 +171,87 @@ async def test_refused_appeal_changes_nothing_but_the_next_ones_date(tmp_path: P
     assert world.collector.has_all()
 
 
+@pytest.mark.parametrize("answers_first", [True, False])
+async def test_work_that_was_accepted_during_an_eviction_is_credited_once_it_is_undone(
+    tmp_path: Path, answers_first: bool
+) -> None:
+    """Two liars evict an honest contributor whose other work is being judged by honest validators."""
+    world = worlds(tmp_path, validators=FIVE, quorum=2)
+    work, other, third = (make_submission(ALICE, RUN, index=index) for index in range(3))
+    verdict = hard(work, CARL)
+    await world.hear(other, work, hard(work, VALIDATOR), verdict)
+    assert world.standing(ALICE) == "evicted"
+    accepts = [make_verdict(one, by=judge) for one in (other, third) for judge in (CARL, DAVE)]
+    await world.hear(*accepts, third)
+    appeal = make_appeal(ALICE, verdict)
+    answers = [make_answer(work, appeal, by=judge) for judge in (DAVE, FAY)]
+    await world.hear(*((*answers, appeal) if answers_first else (appeal, *answers)))
+    assert world.standing(ALICE) == "active"
+    assert [world.state.submissions[one.id].state for one in (work, other, third)] == ["accepted"] * 3
+    assert world.state.contributors[ALICE.peer_id].credits == 3 * work.record.output_tokens
+
+
+async def test_work_of_the_evicted_fills_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lying relay hands on whatever a key signs that was evicted."""
+    monkeypatch.setattr("node.trainer.collector.MAX_HELD_EACH", 5)
+    world = worlds(tmp_path, validators=THREE, quorum=1)
+    bad = make_submission(ALICE, RUN)
+    await world.hear(bad, hard(bad, CARL), *(make_submission(ALICE, RUN, index=index) for index in range(1, 20)))
+    assert len(world.collector._cases) == 5
+
+
+# The end of the run.
+
+
+@pytest.mark.parametrize("lie", ["reject", "undecided"])
+async def test_the_end_waits_for_the_validator_that_is_called_after_a_liar(tmp_path: Path, lie: str) -> None:
+    """A validator that says the first thing about honest work, and nothing true, keeps it from its credits."""
+    world = worlds(tmp_path, validators=FIVE, quorum=2)
+    work = make_submission(ALICE, RUN)
+    await world.hear(work, make_verdict(work, by=EVE, outcome=lie, reason="seed: made up"))
+    assert not world.collector.has_all()
+    await world.hear(make_verdict(work, by=CARL))
+    assert not world.collector.has_all()
+    await world.hear(make_verdict(work, by=DAVE))
+    assert world.state.submissions[work.id].state == "accepted"
+    assert world.collector.has_all()
+
+
+async def test_the_end_waits_for_no_quorum_that_cannot_be(tmp_path: Path) -> None:
+    world = worlds(tmp_path, validators=THREE[:2], quorum=2)
+    work = make_submission(ALICE, RUN)
+    await world.hear(work, make_verdict(work, by=VALIDATOR))
+    assert not world.collector.has_all()
+    await world.hear(make_verdict(work, by=CARL, outcome="reject", reason="seed: x"))
+    assert world.collector.has_all()
+
+
+async def test_the_end_waits_for_no_relay_for_ever(tmp_path: Path) -> None:
+    world = worlds(tmp_path)
+    world.feeds.silent = frozenset({world.feeds.relay.peer_id})
+    assert (world.collector.has_all(), world.collector.has_all(but_silent=True)) == (False, True)
+
+
+async def test_answers_to_appeals_that_do_not_exist_stand_in_nobodys_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One validator switches appeals off: it answers more that do not exist than the trainer keeps answers for."""
+    monkeypatch.setattr("node.trainer.petitions.MAX_WAITING_EACH", 8)
+    world = worlds(tmp_path, validators=FIVE, quorum=2)
+    work = make_submission(ALICE, RUN)
+    verdict = hard(work, CARL)
+    await world.hear(work, hard(work, VALIDATOR), verdict)
+    lie = make_verdict(make_submission(BOB, RUN), by=EVE).record
+    lies = [msgspec.structs.replace(lie, appeal=bytes([number]) * 32) for number in range(1, 20)]
+    appeal = make_appeal(ALICE, verdict)
+    early, late = (make_answer(work, appeal, by=judge) for judge in (DAVE, FAY))
+    stranger = [sealed(lie, Identity.from_phrase(f"stranger {number}")) for number in range(3)]
+    await world.hear(early, *(sealed(one, EVE) for one in lies), *stranger, appeal, late)
+    assert (world.standing(ALICE), world.state.open_appeals()) == ("active", [])
+    waiting = world.collector._petitions._waiting
+    assert {peer: len(own) for peer, own in waiting.items()} == {DAVE.peer_id: 0, EVE.peer_id: 8}
+
+
 async def test_answer_by_who_judged_before_is_no_answer(tmp_path: Path) -> None:
     """A validator grants an appeal against its own verdict, or a friend's who is no validator."""
     world = worlds(tmp_path, validators=THREE, quorum=2)

@@ -16,7 +16,9 @@ from test_relay_role import Border, FakeDiscovery, close, make_parts
 from node.clock import now_ms
 from node.heartbeats import SecondInstance
 from node.relay.role import RelayParts, RelayRole
+from node.relay_client import RelayClient
 from protocol.envelope import Signed
+from protocol.errors import RefusedError
 from protocol.identity import Identity
 from protocol.records import RelayAdvert
 
@@ -116,6 +118,31 @@ async def test_relay_with_the_key_of_any_other_node_ends(border: Border, tmp_pat
         other.service.membership.hearts.hear(beat.data, CAROL.peer_id)
         error = await Running(border, tmp_path / "relay", [make_advert(DAVE, other.url)]).ends()
     assert TOLD in (error.hint or "")
+
+
+@pytest.mark.parametrize("who", [None, DAVE], ids=["no-evidence", "of_another"])
+async def test_relay_that_proves_no_second_node_keeps_no_relay_out(
+    border: Border, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: Identity | None
+) -> None:
+    """The only other relay says to each that its key works elsewhere."""
+    told = trio.Event()
+    evidence = b"" if who is None else make_heartbeat(who, MANIFEST.id, issued_at_ms=now_ms()).data
+
+    async def lie(self: RelayClient, envelope: bytes) -> None:
+        await trio.lowlevel.checkpoint()
+        if told_once:
+            told.set()
+        told_once.append(envelope)
+        raise RefusedError("another node has this key", code="second-instance", evidence=evidence)
+
+    told_once: list[bytes] = []
+    monkeypatch.setattr(RelayClient, "post_heartbeat", lie)
+    monkeypatch.setattr("node.relay.sole.BEAT_S", 0.05)
+    async with serving(border[0], Relay(DAVE, tmp_path / "other", border[0])) as other:
+        running = Running(border, tmp_path / "relay", [make_advert(DAVE, other.url)])
+        with trio.fail_after(20):
+            async with running:
+                await told.wait()
 
 
 async def test_any_other_node_with_the_key_of_a_relay_is_refused_elsewhere(border: Border, tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
-from factories import make_verdict
+from factories import make_verdict, sealed
 from relay_world import submission_of
 
 from node.relay.store import RelayStore, Upload
@@ -177,6 +178,35 @@ def test_first_verdict_of_a_validator_counts(store: RelayStore, alice: Identity)
         store.add_verdict(make_verdict(submission, outcome="reject"))
     assert caught.value.code == "already-judged"
     assert store.stats().verdicts == 1
+
+
+def test_verdicts_about_nothing_take_the_place_of_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alice: Identity, bob: Identity
+) -> None:
+    """A validator signs verdicts about submissions and appeals that do not exist, until a relay's disk is full."""
+    monkeypatch.setattr("node.relay.loose.MAX_LOOSE_EACH", 8)
+    monkeypatch.setattr("node.relay.loose.LEFT", 7)
+    store = RelayStore(tmp_path, max_bytes=1 << 20)
+    work = submission_of(alice, CONTENT)
+    keep(store, work)
+    elsewhere = [submission_of(bob, CONTENT, index=index) for index in range(2)]
+    here, others, in_ledger = (
+        make_verdict(work, by=bob),
+        make_verdict(elsewhere[0], by=alice),
+        make_verdict(elsewhere[1], by=bob),
+    )
+    for verdict in (here, others, in_ledger):
+        store.add_verdict(verdict)
+    lies = [sealed(msgspec.structs.replace(here.record, appeal=bytes([n]) * 32), bob) for n in range(1, 30)]
+    for place, lie in enumerate(lies):
+        store.add_verdict(lie, known=in_ledger.record.submission.__eq__)
+        if place == 15:
+            store.close()
+            store = RelayStore(tmp_path, max_bytes=1 << 20)
+    assert all(store.has(verdict.id) for verdict in (here, others, in_ledger, *lies[-7:]))
+    assert store.stats().verdicts <= 3 + 8
+    assert len(store.feed(0, kinds=["verdict"])) == store.stats().verdicts
+    store.close()
 
 
 def test_unusable_directory_is_named(tmp_path: Path) -> None:

@@ -115,6 +115,30 @@ async def test_engine_that_recovers_decides_later(tmp_path: Path, monkeypatch: p
             assert len(made.compute.asked) == 5
 
 
+async def test_file_that_a_relay_withholds_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look asks once: it does not wait as long as a look may take, which here is beyond the test's end."""
+    monkeypatch.setattr(role, "RETRY_S", 0.02)
+    monkeypatch.setattr(role, "GIVE_UP_S", 0.05)
+    monkeypatch.setattr(role, "LOOK_AGAIN_S", 10**6)
+    monkeypatch.setattr(again, "FIRST_WAIT_S", 0.02)
+    monkeypatch.setattr(again, "GROWTH", 1)
+
+    async def withheld(self: Any, *args: Any) -> bool:
+        await trio.lowlevel.checkpoint()
+        asked.append(args)
+        return False
+
+    asked: list[Any] = []
+    monkeypatch.setattr(role.ValidatorRole, "_fetch_from", withheld)
+    with trio.fail_after(20):
+        async with world(tmp_path) as made:
+            assert (await made.verdict(await made.submit(ALICE, 0))).reason.startswith("file: ")
+            assert made.docket.looks() or len(asked) >= MAX_LOOKS
+            while made.docket.looks():  # noqa: ASYNC110
+                await trio.sleep(0.01)
+            assert len(asked) > MAX_LOOKS
+
+
 async def test_evidence_of_what_could_not_be_told_is_held_against_nobody(tmp_path: Path) -> None:
     """It would count once more at every look."""
     evidence = [[50 * make_tolerance().honest_margin, 0.0, 0.0]] * 400
@@ -170,6 +194,10 @@ class Court:
     def wait(self, seconds: float) -> Case | None:
         self.ms += int(1000 * seconds)
         return next(iter(self.looks.startable([RELAY])), None)
+
+    def start_all(self, seconds: float) -> list[Case]:
+        self.ms += int(1000 * seconds)
+        return list(self.looks.startable([RELAY]))
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -295,6 +323,42 @@ def test_one_contributor_fills_no_others_place(court: Court) -> None:
     looks = court.docket.looks()
     assert sum(look.contributor == ALICE.peer_id for look in looks) == MAX_OF_CONTRIBUTOR
     assert honest.id in {look.submission for look in looks}
+
+
+def test_a_look_that_waits_keeps_no_other_contributor_waiting(court: Court) -> None:
+    """A key names a policy that one relay alone offers, and never gives."""
+    court.judge(0)
+    court.judge(1)
+    (waits,) = court.start_all(FIRST_WAIT_S)
+    waits.busy, waits.due = False, 1e12
+    honest = court.judge(who=BOB)
+    assert [case.submission.id for case in court.start_all(FIRST_WAIT_S)] == [honest.id]
+
+
+def test_contributors_take_turns(court: Court, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen looks of one key are due before the only one of another."""
+    monkeypatch.setattr(again, "MAX_BUSY", 1)
+    for index in range(MAX_OF_CONTRIBUTOR):
+        court.judge(index)
+    court.ms += 1
+    honest = court.judge(who=BOB)
+    begun = []
+    for _ in range(3):
+        (case,) = court.start_all(FIRST_WAIT_S)
+        begun.append(case.submission)
+        court.fails(case)
+    assert honest.id in [one.id for one in begun[:2]]
+    assert begun[2].author == ALICE.peer_id
+
+
+def test_as_many_as_may_be_worked_on_are_of_different_contributors(court: Court) -> None:
+    for number in range(again.MAX_BEGUN + 3):
+        court.judge(who=Identity.from_phrase(f"many {number}"))
+        court.judge(1, who=Identity.from_phrase(f"many {number}"))
+    busy = court.start_all(FIRST_WAIT_S)
+    assert len({case.submission.author for case in busy}) == len(busy) == again.MAX_BUSY
+    assert court.start_all(0) == []
+    assert sum(look.looks for look in court.docket.looks()) == again.MAX_BEGUN
 
 
 def test_without_a_relay_no_look_is_spent(court: Court) -> None:

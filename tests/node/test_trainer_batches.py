@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ from factories import OPERATOR, make_manifest, make_submission, make_trained, ma
 from test_trainer_role import FakeCollector, FakeStore, FakeSwarm
 
 from node.ledger.log import LedgerLog
+from node.ledger.witness import HEAD_FILE
 from node.status import StatusBoard
 from node.trainer.monitor import Monitor
 from node.trainer.role import TrainerParts, TrainerRole
 from protocol.envelope import Signed, open_envelope, seal
 from protocol.identity import Identity
 from protocol.ledger import LedgerState
-from protocol.records import Batch, BatchSpec, Manifest, Submission, Trained
+from protocol.records import Batch, BatchSpec, Head, Manifest, Submission, Trained
 from trainer.metrics import MetricsLog
 
 ALICE = Identity.from_phrase("alice")
@@ -58,6 +60,7 @@ class Collector(FakeCollector):
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.changed = trio.Event()
+        self.stopped: Callable[[], None] = lambda: None
 
     def file(self, key: bytes) -> Path:
         return self.directory / key.hex()
@@ -65,7 +68,13 @@ class Collector(FakeCollector):
     async def wait_changed(self) -> None:
         await self.changed.wait()
 
-    def has_all(self) -> bool:
+    async def run(self) -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            self.stopped()
+
+    def has_all(self, *, but_silent: bool = False) -> bool:
         return True
 
 
@@ -227,3 +236,16 @@ async def test_the_deadline_goes_on_over_a_restart(tmp_path: Path, clock: Any, m
         assert await world.settled()
         nursery.cancel_scope.cancel()
     assert world.ledger.state.committed[1].ended == "deadline"
+
+
+async def test_the_last_head_confirms_the_whole_ledger(tmp_path: Path, clock: Any) -> None:
+    """A verdict that comes as the run ends: entered after the last head, it would leave the directory unconfirmed."""
+    world = World(tmp_path, deadline_s=60.0, minimum_share=0.5)
+    world.hand_in(SILENT)
+    world.collector.stopped = lambda: world.hand_in(SILENT)
+    clock.autojump_threshold = 0
+    with trio.fail_after(200):
+        await world.role.run()
+    head = open_envelope((world.ledger.path / HEAD_FILE).read_bytes(), Head).record
+    assert (head.finished, head.ledger_length) == (True, world.ledger.state.length)
+    assert len(world.ledger.state.submissions) == 2

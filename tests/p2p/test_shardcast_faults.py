@@ -26,6 +26,7 @@ from shardcast_world import (
 )
 
 from p2p.shardcast import store as store_module
+from p2p.shardcast.entries import MANIFEST
 from p2p.shardcast.sources import Standing, pack_bits
 from p2p.shardcast.store import CheckpointStore
 from protocol.checkpoint import CheckpointRules
@@ -160,6 +161,42 @@ async def test_a_disk_that_is_full_halfway_is_said_and_the_download_goes_on_late
         await client.download(manifest.id)
         assert sum(world.bytes.values()) - before < manifest.record.total_bytes
         assert contents(world.node.local_dir(manifest.id)) == contents(world.policy)
+
+
+@pytest.mark.parametrize("early", [True, False])
+async def test_a_disk_without_room_for_the_manifest_is_this_nodes_fault(world, tmp_path, monkeypatch, early):
+    """A download that its plan began is closed by the manifest, whose file does not fit any more."""
+    with trio.fail_after(30):
+        manifest = await publish(world.trainer, world.policy)
+        plan = world.trainer.newest_plan(1)
+        real, refused = Path.write_bytes, []
+
+        def write_bytes(path, data):
+            if path.name == MANIFEST and path.is_relative_to(tmp_path / "node") and not refused:
+                refused.append(path)
+                world.notify()
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(path, data)
+
+        monkeypatch.setattr(Path, "write_bytes", write_bytes)
+        client = world.client()
+        if early:
+            standing = msgspec.msgpack.encode(Standing(8, [], manifest.data, pack_bits(255, 8)))
+            await world.impostor(BOB, {"next": plan.data, "{checkpoint}/standing": standing})
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(client.follow)
+                await world.until(lambda: bool(refused))
+                nursery.cancel_scope.cancel()
+            await world.relay(ALICE)
+        else:
+            await world.relay(ALICE)
+            with world.node.begin(plan):
+                pass
+            with pytest.raises(DataDirError, match="No space left"):
+                await client.download(manifest.id)
+        await client.download(manifest.id)
+        assert contents(world.node.local_dir(manifest.id)) == contents(world.policy)
+        assert world.misdeeds == []
 
 
 async def test_a_file_that_may_not_grow_is_this_nodes_fault(world, tmp_path):

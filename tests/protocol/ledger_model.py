@@ -75,6 +75,7 @@ class Case:
 
     signed: Signed[Appeal]
     work: Work
+    filed_step: int
     state: str = "open"
     answer: Signed[Verdict] | None = None
     ended_step: int = 0
@@ -103,6 +104,8 @@ class Model:
     grounds: dict[Identity, list[Work]] = field(default_factory=dict)
     """Quorums of hard verdicts since the contributor was last evicted."""
     wait_until: dict[Identity, int] = field(default_factory=dict)
+    busy: set[tuple[bytes, int]] = field(default_factory=set)
+    """Whose appeal was open while which step was trained."""
     story: list[tuple[str, Identity, int, int]] = field(default_factory=list)
     """What happened to credits: what, to whom, when by trained steps, how much."""
     batches: int = 0
@@ -117,19 +120,28 @@ class Model:
 
     def appeal_fits(self, who: Identity, work: Work, verdict: Signed[Verdict], judges: int) -> bool:
         """Each of the conditions that docs/protocol.md names."""
-        before = [case for case in self.cases.values() if case.signed.record.verdict == verdict.id]
+        before = [case for case in self.cases.values() if case.work is work]
         since = max([work.settled_step or 0, *(case.ended_step for case in before)])
+        waited = sum((who.peer_id.public_key, step) not in self.busy for step in range(since, self.trained))
         return (
             work.signed.author == who.peer_id
             and work.state(self.quorum) == "rejected"
             and verdict in work.rejections
             and [case.state for case in before] in ([], ["undecided"])
             and not any(case.state == "open" and case.signed.author == who.peer_id for case in self.cases.values())
-            and self.trained - since <= self.maturity
+            and waited <= self.maturity
             and self.trained >= self.wait_until.get(who, 0)
-            and not any(case.work is work and case.state == "refused" for case in self.cases.values())
             and work.may_be_granted(self.quorum, judges)
         )
+
+    def one_step_trained(self) -> None:
+        """No appeal stays open for longer than the validity window; no other one's time runs while it is."""
+        waiting = [case for case in self.cases.values() if case.state == "open"]
+        self.busy |= {(case.signed.author.public_key, self.trained) for case in waiting}
+        self.trained += 1
+        for case in waiting:
+            if self.trained == case.filed_step + max(1, self.maturity):
+                case.state, case.ended_step = "undecided", self.trained
 
     def balance(self, who: Identity) -> tuple[int, int, int]:
         """Mature, maturing and forfeited, from the whole story."""

@@ -37,13 +37,15 @@ WINDOW = 2
 class World:
     """A run with three validators, in which alice is evicted for her second submission; the first ones judge."""
 
-    def __init__(self, alice: Identity, *, quorum: int = 1, validators: Sequence[Identity] = JUDGES) -> None:
+    def __init__(
+        self, alice: Identity, *, quorum: int = 1, validators: Sequence[Identity] = JUDGES, window: int = WINDOW
+    ) -> None:
         keys = tuple(judge.peer_id.public_key for judge in validators)
         self.manifest = make_manifest(
             validators=keys,
             quorum=quorum,
             batch=BatchSpec(rollouts_per_step=4, max_staleness=9, total_steps=9),
-            credits=CreditSpec(maturity_steps=WINDOW),
+            credits=CreditSpec(maturity_steps=window),
         )
         self.state = LedgerState(RUN, self.manifest)
         self.alice = alice
@@ -167,7 +169,7 @@ def test_one_appeal_at_a_time_is_open_for_a_submission(alice: Identity) -> None:
     world = World(alice, quorum=2)
     first, second = world.state.submissions[world.bad.id].rejections()
     world.state.apply(make_appeal(alice, first).data)
-    assert refused(world.state, make_appeal(alice, second).data) == "appeal-open"
+    assert refused(world.state, make_appeal(alice, second).data) == "duplicate-appeal"
 
 
 def test_one_appeal_at_a_time_is_open_for_a_contributor(world: World) -> None:
@@ -194,7 +196,7 @@ def test_others_appeal_meanwhile(world: World, bob: Identity) -> None:
 def test_an_appeal_that_nobody_can_answer_ends_and_is_filed_once_more(world: World) -> None:
     """Validators that are left never decide, and the contributor could never appeal again."""
     first = world.appeal()
-    world.train(WINDOW)
+    world.train(WINDOW - 1)
     for judge in JUDGES[1:]:
         assert world.state.open_appeals() == [first.id]
         world.answer(first, by=judge, outcome="undecided")
@@ -475,6 +477,66 @@ def test_a_refusal_is_for_every_verdict_about_the_work(alice: Identity) -> None:
         court.answer(appeal, by=judge, outcome="reject", reason="toploc: y")
     assert court.state.appeals[appeal.id].state == "refused"
     assert refused(court.state, make_appeal(court.alice, second).data) == "duplicate-appeal"
+    assert not court.state.may_be_appealed(court.bad.id)
+
+
+def test_an_appeal_that_is_not_decided_within_a_window_ends(court: World) -> None:
+    """One of the three that are left accepts, one rejects, and the third is gone for good."""
+    first = court.appeal()
+    court.answer(first, by=FIVE[2])
+    court.answer(first, by=FIVE[3], outcome="reject", reason="toploc: y")
+    court.train(WINDOW - 1)
+    assert court.state.open_appeals() == [first.id]
+    court.train(1)
+    assert (court.state.open_appeals(), court.state.appeals[first.id].state) == ([], "undecided")
+    assert refused(court.state, make_answer(court.bad, first, by=FIVE[4]).data) == "appeal"
+    assert court.state.may_appeal_again(first.id)
+    second = court.appeal(reason="again")
+    court.train(WINDOW)
+    assert court.state.appeals[second.id].state == "undecided"
+    assert not court.state.may_be_appealed(court.bad.id), "relays may drop the file"
+
+
+@pytest.mark.parametrize("window", [0, 1])
+def test_an_appeal_is_open_for_a_step_at_least(alice: Identity, window: int) -> None:
+    world = World(alice, window=window)
+    appeal = world.appeal()
+    assert world.state.open_appeals() == [appeal.id]
+    world.train(1)
+    assert world.state.appeals[appeal.id].state == "undecided"
+
+
+def test_time_to_appeal_does_not_run_out_by_another_appeal(alice: Identity) -> None:
+    """One at a time: a validator that is silent about the first one would cost the contributor the second one."""
+    court = World(alice, quorum=2, validators=FIVE)
+    other = make_submission(court.alice, RUN, index=2)
+    court.state.apply(other.data)
+    verdict = court.reject(other)
+    court.train(1)
+    court.appeal()
+    court.train(WINDOW)
+    court.appeal(reason="again")
+    court.train(WINDOW)
+    assert court.state.open_appeals() == []
+    assert court.state.may_be_appealed(other.id)
+    court.train(WINDOW - 1)
+    court.state.check_appeal(make_appeal(court.alice, verdict))
+    court.train(1)
+    assert not court.state.may_be_appealed(other.id)
+    assert refused(court.state, make_appeal(court.alice, verdict).data) == "too-late"
+
+
+def test_no_more_filings_by_naming_another_verdict(court: World) -> None:
+    """Two judges rejected the work: four appeals about it, each of which nobody could tell."""
+    for verdict in court.state.submissions[court.bad.id].rejections():
+        appeal = make_appeal(court.alice, verdict)
+        court.state.apply(appeal.data)
+        for judge in FIVE[2:]:
+            if court.state.appeals[appeal.id].state == "open":
+                court.answer(appeal, by=judge, outcome="undecided")
+    for verdict in court.state.submissions[court.bad.id].rejections():
+        again = make_appeal(court.alice, verdict, reason="again")
+        assert refused(court.state, again.data) == "duplicate-appeal"
     assert not court.state.may_be_appealed(court.bad.id)
 
 

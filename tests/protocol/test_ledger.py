@@ -115,10 +115,17 @@ def test_index_over_the_cap_is_refused(state: LedgerState, alice: Identity) -> N
     assert refused(state, make_submission(alice, RUN, index=4).data) == "over-cap"
 
 
-def test_file_of_another_cannot_be_submitted_again(state: LedgerState, alice: Identity, bob: Identity) -> None:
-    """Copying: bob hands in alice's file under his own key."""
-    state.apply(make_submission(alice, RUN, sha256=b"1" * 32).data)
-    assert refused(state, make_submission(bob, RUN, sha256=b"1" * 32).data) == "duplicate-file"
+def test_who_signs_for_the_file_of_another_first_keeps_nobody_out(
+    state: LedgerState, alice: Identity, bob: Identity
+) -> None:
+    """A thief signs a submission with the hash of alice's file, and a lying validator lets it enter before hers."""
+    stolen, honest = (make_submission(who, RUN, sha256=b"1" * 32) for who in (bob, alice))
+    state.apply(stolen.data)
+    state.apply(make_verdict(stolen, outcome="undecided", reason="the engine failed").data)
+    accept(state, honest)
+    assert state.usable(0) == [honest.id]
+    again = make_submission(alice, RUN, index=1, sha256=b"1" * 32)
+    assert refused(state, again.data) == "duplicate-file"
 
 
 def test_same_submission_twice_is_refused(state: LedgerState, alice: Identity) -> None:

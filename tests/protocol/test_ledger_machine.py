@@ -88,11 +88,14 @@ class LedgerMachine(RuleBasedStateMachine):
         """Tokens are as many as fit, or more: 4 rollouts, each of which has room for the model's 256."""
         self._hand_in(who, step, skip, excess=excess)
 
-    def _hand_in(self, who: Identity, step: int, skip: int, *, excess: int = 0) -> Work | None:
+    def _hand_in(
+        self, who: Identity, step: int, skip: int, *, excess: int = 0, sha256: bytes | None = None
+    ) -> Work | None:
         mine = [work.signed.record for work in self.model.work.values() if work.signed.author == who.peer_id]
         index = sum(record.step == step for record in mine) + skip
-        signed = self._submission(who, step, index, tokens=4 * 256 + excess if excess else None)
-        fits = self.model.may_work(who) and self.model.is_open(step) and not (skip or excess) and index < CAP
+        signed = self._submission(who, step, index, tokens=4 * 256 + excess if excess else None, sha256=sha256)
+        again = any(record.sha256 == sha256 for record in mine)
+        fits = self.model.may_work(who) and self.model.is_open(step) and not (skip or excess or again) and index < CAP
         if self._offer(signed.data, allowed=fits):
             return self.model.work.setdefault(signed.id, Work(signed))
         self._offer(make_verdict(signed, by=JUDGES[0]).data, allowed=False)
@@ -101,11 +104,10 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.work)
     @rule(data=st.data(), thief=st.sampled_from(PEOPLE))
     def submit_again(self, data: st.DataObject, thief: Identity) -> None:
-        """The same once more, or the file of another."""
+        """The same once more; its file once more, which only another may sign for: what it is worth, validators say."""
         signed = self._any(data).signed
-        copy = make_submission(thief, RUN, step=2, index=0, checkpoint_step=2, sha256=signed.record.sha256)
         self._offer(signed.data, allowed=False)
-        self._offer(copy.data, allowed=False)
+        self._hand_in(thief, 2, 0, sha256=signed.record.sha256)
 
     @precondition(lambda self: self.model.work)
     @rule(data=st.data(), judges=st.permutations(JUDGES), count=st.integers(1, 3), outcome=st.sampled_from(OUTCOMES))
@@ -151,7 +153,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def _appeal(self, who: Identity, work: Work, verdict: Signed[Verdict]) -> Case | None:
         signed = make_appeal(who, verdict, issued_at_ms=self._number())
         if self._offer(signed.data, allowed=self.model.appeal_fits(who, work, verdict, len(JUDGES))):
-            return self.model.cases.setdefault(signed.id, Case(signed, work))
+            return self.model.cases.setdefault(signed.id, Case(signed, work, self.model.trained))
         return None
 
     @precondition(lambda self: self.model.cases)
@@ -169,10 +171,9 @@ class LedgerMachine(RuleBasedStateMachine):
         if verdict.record.outcome != "undecided":
             work.answers.append(verdict.record.outcome)
         case.state = case.answered(self.model.quorum, {one.peer_id.short for one in JUDGES})
-        if case.state == "undecided":
+        if case.state != "open":
             case.ended_step = self.model.trained
-        elif case.state != "open":
-            case.answer = verdict
+            case.answer = verdict if case.state != "undecided" else None
         if case.state == "granted":
             work.granted = True
             self._settled(work, "rejected")
@@ -224,6 +225,18 @@ class LedgerMachine(RuleBasedStateMachine):
             for judge in JUDGES if case else ():
                 self._answer(case, judge, "undecided")
 
+    @precondition(lambda self: any(work.rejections for work in self.model.work.values()))
+    @rule(data=st.data(), steps=st.integers(1, 3))
+    def nobody_answers(self, data: st.DataObject, steps: int) -> None:
+        """An appeal is open while steps are trained; then its author turns to the next rejection, if time allows."""
+        work, verdict = self._any_rejection(data)
+        self._appeal(self._author(work), work, verdict)
+        for _ in range(steps):
+            self.one_more_step(PEOPLE[2])
+        for other in list(self.model.work.values()):
+            if other.rejections and self._author(other) is self._author(work):
+                self._appeal(self._author(other), other, other.rejections[0])
+
     @rule(who=st.sampled_from(PEOPLE))
     def one_more_step(self, who: Identity) -> None:
         """Whatever it takes: work by somebody, its verdicts, the batch, the training."""
@@ -263,7 +276,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def finish_training(self, ahead: int) -> None:
         step = self.model.trained + ahead
         if self._offer(make_trained(RUN, step), allowed=not ahead and step < self.model.batches):
-            self.model.trained += 1
+            self.model.one_step_trained()
 
     # What must hold always.
 
@@ -375,10 +388,12 @@ class LedgerMachine(RuleBasedStateMachine):
         self.made += 1
         return self.made
 
-    def _submission(self, who: Identity, step: int, index: int, *, tokens: int | None = None) -> Signed[Submission]:
+    def _submission(
+        self, who: Identity, step: int, index: int, *, tokens: int | None = None, sha256: bytes | None = None
+    ) -> Signed[Submission]:
         number = self._number()
         return make_submission(
-            who, RUN, step=step, index=index, checkpoint_step=step, sha256=number.to_bytes(32, "big"),
+            who, RUN, step=step, index=index, checkpoint_step=step, sha256=sha256 or number.to_bytes(32, "big"),
             output_tokens=tokens or 10 + number,
         )  # fmt: skip
 
