@@ -10,15 +10,33 @@ import errno
 import itertools
 import logging
 import os
+import signal
 import sys
+import threading
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 EXIT_INTERRUPTED = 130
 
-try:
+
+@contextmanager
+def _ending_at_once() -> Iterator[None]:
+    """Ctrl-C ends the process: some libraries swallow a KeyboardInterrupt that falls into their import."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield  # ignored, as in the background of a shell, or somebody else's
+        return
+    signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+with _ending_at_once():
     import typer
 
     from node.commands import care, config, data, env, identity, ledger, look, membership, policy, runs, watch
@@ -28,8 +46,6 @@ try:
     from node.logs import printable, set_up_logging
     from node.version import SOFTWARE
     from protocol.errors import ConfigError, NodeError
-except KeyboardInterrupt:  # before `main` could see to it
-    sys.exit(EXIT_INTERRUPTED)
 
 app = typer.Typer(
     add_completion=True,
@@ -110,7 +126,8 @@ def start(
 
 def _start_node(config: NodeConfig) -> None:
     set_up_logging(config.log_level, log_format=config.log_format)
-    from node.start import start_node
+    with _ending_at_once():
+        from node.start import start_node
 
     raise typer.Exit(start_node(config))
 
@@ -129,7 +146,8 @@ def run_simulation(
 ) -> None:
     """Run a scenario: nodes, faults and cheats on this machine, and a report. A recipe is given a small fleet."""
     set_up_logging("warning")
-    from simnet.runner import plan_scenario, run_scenario
+    with _ending_at_once():
+        from simnet.runner import plan_scenario, run_scenario
 
     if plan:
         typer.echo("\n".join(plan_scenario(scenario, seed=seed, short=short)))

@@ -30,12 +30,17 @@ disk_mb = 72
 timeout_s = 60
 """
 INTERRUPTED_IMPORT = """
+import os
+import signal
 import sys
 
 class Interrupting:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
-            raise KeyboardInterrupt
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                pass  # as some libraries do
 
 sys.meta_path.insert(0, Interrupting())
 """
