@@ -12,7 +12,8 @@ import hashlib
 import logging
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -78,6 +79,56 @@ class Pulse:
         return seal(record, self.identity)
 
 
+@dataclass(frozen=True)
+class Heard:
+    """One relay's answer to a heartbeat."""
+
+    active: int
+    """Nodes that it hears."""
+    ahead_s: float
+    """How far its clock is ahead of this one."""
+
+
+class Presence:
+    """Heartbeats at a few relays, round by round, as long as none proves another node with this key."""
+
+    def __init__(self, *, refusals_level: int = logging.INFO) -> None:
+        self.was_let_in = False
+        """By any relay in an earlier round."""
+        self._level = refusals_level
+
+    async def speak(self, beat: bytes, relays: Iterable[RelayClient], *, hint: str | None = None) -> list[Heard]:
+        """One heartbeat for all of them. What they say together is judged; one that errs or lies ends nobody.
+
+        Only what proves another node ends a node that is new, or that no relay lets in any more: raises SecondInstance,
+        with `hint` or the relay's own.
+        """
+        heard: list[Heard] = []
+        refusals: list[RefusedError] = []
+
+        async def tell(client: RelayClient) -> None:
+            try:
+                with trio.move_on_after(TIMEOUT_S):
+                    sent_ms = now_ms()
+                    answer = await client.post_heartbeat(beat)
+                    heard.append(Heard(answer.active, (answer.now_ms - (sent_ms + now_ms()) / 2) / 1000))
+            except RefusedError as error:
+                said = (client.peer_id.short, error.code, error.message)
+                log.log(self._level, "heartbeat relay=%s code=%s error=%r", *said)
+                if shows_second(error, beat, relay=client.peer_id):
+                    refusals.append(error)
+            except (RelayError, ProtocolError) as error:
+                log.debug("heartbeat relay=%s error=%r", client.peer_id.short, error.message)
+
+        async with trio.open_nursery() as nursery:
+            for client in relays:
+                nursery.start_soon(tell, client)
+        if refusals and not (heard and self.was_let_in):
+            raise SecondInstance(refusals[0].message, hint=refusals[0].hint if hint is None else hint)
+        self.was_let_in = self.was_let_in or bool(heard)
+        return heard
+
+
 class Heartbeats:
     """`run` it beside a role that is no relay. Raises SecondInstance, or ClockError."""
 
@@ -87,7 +138,7 @@ class Heartbeats:
         self._swarm = swarm
         self._board = board
         self._obeys = obeys_clocks
-        self._was_let_in = False
+        self._presence = Presence()
         self._active = 0
         """Nodes that a relay hears, by its last answer."""
         self._head_ahead_s: float | None = None
@@ -103,36 +154,10 @@ class Heartbeats:
             await trio.sleep(BEAT_S if relays else 1.0)
 
     async def _round(self, relays: Sequence[RelayClient]) -> None:
-        """One heartbeat for all of them. What they say together is judged; one that errs or lies ends nobody.
-
-        Only what proves another node ends a node that is new, or that no relay lets in any more.
-        """
-        skews_s: list[float] = []
-        refusals: list[RefusedError] = []
-        beat = self._pulse.beat()
-
-        async def tell(client: RelayClient) -> None:
-            try:
-                with trio.move_on_after(TIMEOUT_S):
-                    sent_ms = now_ms()
-                    answer = await client.post_heartbeat(beat)
-                    self._active = answer.active
-                    skews_s.append((answer.now_ms - (sent_ms + now_ms()) / 2) / 1000)
-            except RefusedError as error:
-                log.info("heartbeat relay=%s code=%s error=%r", client.peer_id.short, error.code, error.message)
-                if shows_second(error, beat, relay=client.peer_id):
-                    refusals.append(error)
-            except (RelayError, ProtocolError) as error:
-                log.debug("heartbeat relay=%s error=%r", client.peer_id.short, error.message)
-
-        async with trio.open_nursery() as nursery:
-            for client in relays:
-                nursery.start_soon(tell, client)
-        if refusals and not (skews_s and self._was_let_in):
-            raise SecondInstance(refusals[0].message, hint=refusals[0].hint)
-        self._was_let_in = self._was_let_in or bool(skews_s)
-        if skews_s:
-            self._judge_clock(statistics.median(skews_s))
+        heard = await self._presence.speak(self._pulse.beat(), relays)
+        if heard:
+            self._active = heard[-1].active
+            self._judge_clock(statistics.median(one.ahead_s for one in heard))
 
     def _note_head(self, head: Signed[Head]) -> None:
         """Heads are passed on as soon as they are signed, so a new one tells the trainer's clock."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -101,13 +101,6 @@ class Policies:
             return
         with self._store.lease(checkpoint) as path:
             yield path
-
-    async def wait_newest(self, oldest_step: Callable[[], int]) -> tuple[int, bytes, Path]:
-        while (found := self.newest(oldest_step())) is None:
-            changed = self._changed
-            with trio.move_on_after(RETRY_S):
-                await changed.wait()
-        return found
 
     def step_of(self, checkpoint: bytes) -> int | None:
         """The step of a complete policy; None when it is not here."""

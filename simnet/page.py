@@ -23,6 +23,7 @@ MAX_REASONS = 20
 SHORT_REASON_CHARS = 24
 MIN_SMOOTHED_STEPS = 20
 MAX_EVALUATIONS = 500
+HERE = Path(__file__).parent
 OUTCOMES = {
     "running": "still running",
     "finished": "run finished",
@@ -61,11 +62,15 @@ def render_page(report: Report, recording: Recording) -> str:
     )
 
 
-def fill_template(name: str, **parts: str) -> str:
-    """A page from its template and the style that all pages share."""
-    here = Path(__file__).parent
-    style = (here / "page.css").read_text(encoding="utf-8")
-    return Template((here / name).read_text(encoding="utf-8")).substitute(style=style, **parts)
+def fill_template(name: str, *, title: str, **parts: str) -> str:
+    """A page from its template, within the frame and with the style that all pages share."""
+    body = _template(name).substitute(parts)
+    style = (HERE / "page.css").read_text(encoding="utf-8")
+    return _template("frame.html").substitute(title=title, style=style, body=body)
+
+
+def _template(name: str) -> Template:
+    return Template((HERE / name).read_text(encoding="utf-8"))
 
 
 def _problem(report: Report) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import ItemsView, Iterator, Mapping, MutableMapping, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, MutableMapping, ValuesView
 from threading import Lock
 from typing import Final
 
@@ -37,6 +37,12 @@ def looked_at(submissions: Mapping[bytes, LedgerSubmission], key: bytes) -> Ledg
         return submissions.look(key) if isinstance(submissions, CompactSubmissions) else submissions[key]
     except KeyError:
         return None
+
+
+def rollouts_of(submissions: Mapping[bytes, LedgerSubmission], keys: Iterable[bytes]) -> int:
+    """All rollouts of these submissions together."""
+    found = (looked_at(submissions, key) for key in keys)
+    return sum(one.record.rollouts for one in found if one is not None)
 
 
 class CompactSubmissions(MutableMapping[bytes, LedgerSubmission]):

@@ -14,14 +14,14 @@ from typing import Final
 import trio
 
 from node.clock import now_ms
-from node.heartbeats import TIMEOUT_S, Pulse, SecondInstance, chosen, shows_second
+from node.heartbeats import TIMEOUT_S, Presence, Pulse, SecondInstance, chosen
 from node.membership import BEAT_S
 from node.relay_client import RelayClient
 from node.status import StatusBoard
 from p2p.contacts import Contacts
 from p2p.http import HttpClient
 from protocol.envelope import Signed
-from protocol.errors import ProtocolError, RefusedError, RelayError
+from protocol.errors import ProtocolError, RelayError
 from protocol.identity import PeerId
 from protocol.records import RelayAdvert
 from protocol.run import RunAddress
@@ -60,7 +60,7 @@ class SoleInstance:
         self._pulse = pulse
         self._others: list[RelayClient] = []
         self._began = trio.current_time()
-        self._was_let_in = False
+        self._presence = Presence(refusals_level=logging.DEBUG)
 
     async def meet(self, adverts: Iterable[Signed[RelayAdvert]], *, own_url: str) -> None:
         """Take in where other relays are; ask one that is advertised under this relay's key who it is."""
@@ -76,7 +76,7 @@ class SoleInstance:
         while True:
             pulse = self._pulse()
             if pulse is not None:
-                await self._round(pulse.beat())
+                await self._presence.speak(pulse.beat(), chosen(self._others, self._peer_id), hint=OWN_DATA_DIR)
             await trio.sleep(BEAT_S if pulse is not None and self._others else 1.0)
 
     def _client(self, advert: Signed[RelayAdvert]) -> RelayClient:
@@ -95,31 +95,7 @@ class SoleInstance:
 
     def _found(self, url: str) -> None:
         what = f"another relay works with this relay's key, {self._peer_id.short}, at {url}"
-        if trio.current_time() - self._began < SETTLED_S and not self._was_let_in:
+        if trio.current_time() - self._began < SETTLED_S and not self._presence.was_let_in:
             raise SecondInstance(what, hint=OWN_DATA_DIR)
         log.warning("%s; %s", what, OWN_DATA_DIR)
         self._board.details(second_instance=what)
-
-    async def _round(self, beat: bytes) -> None:
-        """One heartbeat for all; a relay without proof ends nobody, nor does a single one whom others let in."""
-        let_in: list[RelayClient] = []
-        refusals: list[RefusedError] = []
-
-        async def tell(client: RelayClient) -> None:
-            try:
-                with trio.move_on_after(TIMEOUT_S):
-                    await client.post_heartbeat(beat)
-                    let_in.append(client)
-            except RefusedError as error:
-                log.debug("heartbeat relay=%s code=%s error=%r", client.peer_id.short, error.code, error.message)
-                if shows_second(error, beat, relay=client.peer_id):
-                    refusals.append(error)
-            except (RelayError, ProtocolError) as error:
-                log.debug("heartbeat relay=%s error=%r", client.peer_id.short, error.message)
-
-        async with trio.open_nursery() as nursery:
-            for client in chosen(self._others, self._peer_id):
-                nursery.start_soon(tell, client)
-        if refusals and not (let_in and self._was_let_in):
-            raise SecondInstance(refusals[0].message, hint=OWN_DATA_DIR)
-        self._was_let_in = self._was_let_in or bool(let_in)

@@ -18,6 +18,7 @@ from typing import Any
 import trio
 
 from node.feeds import Feeds
+from node.ledger.compact import rollouts_of
 from node.ledger.log import LedgerLog
 from node.relay_client import FeedItem, RelayClient
 from node.trainer.consequences import Consequences
@@ -117,7 +118,7 @@ class Collector:
         stale = state.stale(step)
         for key in stale:
             self.file(key).unlink(missing_ok=True)
-        return sum(state.submissions[key].record.rollouts for key in stale)
+        return rollouts_of(state.submissions, stale)
 
     async def wait_changed(self) -> None:
         """Until a submission or an entry is there that was not when this was called."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from node.ledger.compact import looked_at
+from node.ledger.compact import rollouts_of
 from node.ledger.rows import contributor_row
 from node.status import StatusBoard
 from node.trainer.gather import Gathered
@@ -39,8 +39,7 @@ class Scoreboard:
             for verdict in submission.verdicts.values():
                 self._keep(verdict)
         self._board.details(total_steps=self._state.manifest.batch.total_steps)
-        stale = [looked_at(self._state.submissions, key) for key in self._state.stale(self._step)]
-        self._stale_rollouts = sum(one.record.rollouts for one in stale if one is not None)
+        self._stale_rollouts = rollouts_of(self._state.submissions, self._state.stale(self._step))
         self._show_rewards()
         self._show_contributors()
 

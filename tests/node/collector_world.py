@@ -14,6 +14,7 @@ from node.ledger.log import LedgerLog
 from node.relay_client import FeedItem
 from node.trainer.collector import Collector
 from protocol.envelope import Signed, kind_of
+from protocol.errors import RelayError
 from protocol.identity import Identity
 from protocol.ledger import LedgerState
 from protocol.records import Manifest
@@ -25,15 +26,24 @@ THREE = tuple(who.peer_id.public_key for who in (VALIDATOR, CARL, DAVE))
 
 
 class FakeRelay:
+    """Has every file, unless it is told to be away."""
+
     def __init__(self) -> None:
         self.peer_id = Identity.from_phrase("relay").peer_id
+        self.away = False
+        self.fetched = 0
 
     async def file(self, submission: Signed[Any], path: Path) -> None:
         await trio.lowlevel.checkpoint()
+        if self.away:
+            raise RelayError("the relay is away")
+        self.fetched += 1
         path.write_bytes(b"rollouts")
 
 
 class FakeFeeds:
+    """Items are handed over one by one."""
+
     def __init__(self) -> None:
         self.relay, self.silent = FakeRelay(), frozenset[Any]()
         self._send, self._receive = trio.open_memory_channel[FeedItem](100)
@@ -55,6 +65,7 @@ class World:
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self.feeds = FakeFeeds()
+        self.relay = self.feeds.relay
         self.ledger = LedgerLog(directory / "ledger", LedgerState(RUN, manifest))
         self.collector = Collector(OPERATOR, self.ledger, cast(Feeds, self.feeds), directory / "rollouts")
 
@@ -69,6 +80,7 @@ class World:
         return [kind_of(entry) for entry in self.ledger.entries(0, 99)]
 
     async def hear(self, *records: Signed[Any]) -> None:
+        """Let the collector take these items, and nothing after them."""
         wanted = self.feeds.taken + len(records)
         self.feeds.say(*records)
         with trio.fail_after(10):

@@ -3,89 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
-import trio
-import trio.testing
-from factories import OPERATOR, make_batch, make_manifest, make_submission, make_verdict
-
-from node.feeds import Feeds
-from node.ledger.log import LedgerLog
-from node.relay_client import FeedItem
-from node.trainer.collector import Collector
-from protocol.envelope import Signed
-from protocol.errors import RelayError
-from protocol.identity import Identity
-from protocol.ledger import LedgerState
-
-RUN = b"r" * 32
-ALICE, BOB = Identity.from_phrase("alice"), Identity.from_phrase("bob")
-
-
-class FakeRelay:
-    """Has every file, unless it is told to be away."""
-
-    def __init__(self) -> None:
-        self.peer_id = Identity.from_phrase("relay").peer_id
-        self.away = False
-        self.fetched = 0
-
-    async def file(self, submission: Signed[Any], path: Path) -> None:
-        if self.away:
-            raise RelayError("the relay is away")
-        self.fetched += 1
-        path.write_bytes(b"rollouts")
-
-
-class FakeFeeds:
-    """Items are handed over one by one."""
-
-    def __init__(self, relay: FakeRelay) -> None:
-        self.relay = relay
-        self.silent: frozenset[Any] = frozenset()
-        self._send, self._receive = trio.open_memory_channel[FeedItem](100)
-        self.taken = 0
-
-    def say(self, *records: Signed[Any]) -> None:
-        for number, signed in enumerate(records):
-            self._send.send_nowait(FeedItem(seq=number + 1, signed=signed))
-
-    async def next(self) -> tuple[FakeRelay, FeedItem]:
-        return self.relay, await self._receive.receive()
-
-    def done(self, relay: FakeRelay, item: FeedItem) -> None:
-        self.taken += 1
-
-
-class World:
-    """A collector with its ledger and one relay."""
-
-    def __init__(self, directory: Path) -> None:
-        self.relay = FakeRelay()
-        self.feeds = FakeFeeds(self.relay)
-        self.ledger = LedgerLog(directory / "ledger", LedgerState(RUN, make_manifest()))
-        self.collector = Collector(OPERATOR, self.ledger, cast(Feeds, self.feeds), directory / "rollouts")
-
-    @property
-    def state(self) -> LedgerState:
-        return self.ledger.state
-
-    async def hear(self, *records: Signed[Any]) -> None:
-        """Let the collector take these items, and nothing after them."""
-        wanted = self.feeds.taken + len(records)
-        self.feeds.say(*records)
-        with trio.fail_after(5):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self.collector.run)
-                while self.feeds.taken < wanted:
-                    await trio.testing.wait_all_tasks_blocked()
-                nursery.cancel_scope.cancel()
+from collector_world import ALICE, BOB, RUN, World, worlds
+from factories import make_batch, make_submission, make_verdict
 
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+    return worlds(tmp_path)
 
 
 async def test_accepted_submission_enters_with_its_verdict_after_its_file(world: World) -> None:
