@@ -26,9 +26,8 @@ from node.heartbeats import Heartbeats, Pulse
 from node.inference.outbox import Outbox
 from node.inference.role import InferenceParts, InferenceRole
 from node.joining import Node, join_swarm, show_discovery
-from node.ledger.compact import live_state
 from node.ledger.follow import LedgerFollower
-from node.ledger.log import LedgerLog
+from node.ledger.memory import live_ledger
 from node.ledger.witness import DIRECTORY as FORKS
 from node.ledger.witness import HEAD_FILE, ForkWitness
 from node.machine_check import require_machine
@@ -244,7 +243,7 @@ async def _trainer(node: Node, services: trio.Nursery) -> Role:
     compute = await _compute(
         node, services, "node.trainer.compute", [str(node.data.sub("training")), str(run_dir / "recipe.toml")]
     )
-    ledger = LedgerLog(node.path("ledger"), live_state(manifest))
+    ledger = live_ledger(node.path("ledger"), manifest)
     store = CheckpointStore(node.data.sub("checkpoints"), keep=manifest.record.batch.max_staleness + SPARE_CHECKPOINTS)
     door = OriginDoor()
     certificate = load_or_create_certificate(node.data.path)
@@ -308,7 +307,7 @@ async def _watch(node: Node, services: trio.Nursery) -> Role:
 
 
 def _follower(node: Node, swarm: Swarm, witness: ForkWitness) -> LedgerFollower:
-    ledger = LedgerLog(node.path("ledger"), live_state(swarm.manifest), mends=True)
+    ledger = live_ledger(node.path("ledger"), swarm.manifest, mends=True)
     return LedgerFollower(swarm, ledger, witness)
 
 

@@ -242,7 +242,7 @@ _OF_TRAINERS: Final = tuple(
     _metric(name, text, read, roles=TRAINER)
     for name, text, read in (
         *((f"trainer_{name}", text, _newest("metrics", name)) for name, text in METRICS.items()),
-        ("trainer_steps_total", "Steps trained", _length("rewards")),
+        ("trainer_steps_total", "Steps trained", _detail("steps_trained")),
         ("trainer_steps_wanted", "Steps that the run has in all", _detail("total_steps")),
         ("trainer_waiting_seconds_total", "Seconds waited for batches", _detail("wait_s")),
         ("trainer_training_seconds_total", "Seconds trained", _detail("train_s")),

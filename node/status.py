@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -114,6 +114,11 @@ class StatusBoard:
         """Set fields of the role's own part."""
         with self._lock:
             self._details.update(copy.deepcopy(fields))
+
+    def rows(self, **lists: Sequence[Mapping[str, Any]]) -> None:
+        """Set long lists among these, of rows that nobody changes any more: they are not copied."""
+        with self._lock:
+            self._details.update({name: list(rows) for name, rows in lists.items()})
 
     def relay(
         self, peer_id: PeerId | str, url: str, *, bytes_in: int = 0, bytes_out: int = 0, failures: int = 0

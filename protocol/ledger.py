@@ -22,7 +22,7 @@ from protocol.duties import Duties, Duty, DutyKind
 from protocol.envelope import Record, Signed, open_envelope, open_one_of
 from protocol.errors import LedgerError, ProtocolError, WrongRunError
 from protocol.identity import PeerId
-from protocol.ledger_memory import BatchSubmissions, SubmissionState
+from protocol.ledger_memory import BatchSubmissions, Stale, SubmissionState
 from protocol.ledger_memory import LedgerMemory as LedgerMemory
 from protocol.ledger_memory import LedgerSubmission as LedgerSubmission
 from protocol.records import (
@@ -86,6 +86,7 @@ class LedgerState:
         self.length = 0
         self.tip = run_id
         self._tips = memory.tips
+        self._settle_memory = memory.settle
         self._tips.add(run_id)
         self.contributors: dict[PeerId, Contributor] = {}
         self.submissions = memory.submissions
@@ -98,8 +99,8 @@ class LedgerState:
         """Submissions that are not accepted, or not yet, in ledger order."""
         self._waiting: dict[bytes, int] = {}
         """Accepted submissions that are in no batch, and the number of their entry."""
-        self._stale: dict[bytes, tuple[int, int]] = {}
-        """Those that no batch can hold any more: number of the entry, and policy."""
+        self._stale = Stale()
+        """Those that no batch can hold any more."""
         self._hard: dict[bytes, bytes] = {}
         """By hard verdict: the submission it rejects."""
         self._admissions = Admissions(run_id, manifest.admission, operator or self._trainer)
@@ -183,7 +184,8 @@ class LedgerState:
         """Count an entry into the chain and make nothing of it: for audits, which go on after one that is refused."""
         self.tip = next_tip(self.tip, entry_id)
         self._tips.add(self.tip)
-        self.length += 1  # last: other threads look up tips below it
+        self.length += 1  # after the tip: other threads look up those below it
+        self._settle_memory()
 
     def tip_at(self, length: int) -> bytes | None:
         """The tip after the first `length` entries; None when there are fewer."""
@@ -194,15 +196,17 @@ class LedgerState:
         waiting = sorted(self._waiting, key=self._waiting.__getitem__)
         return [key for key in waiting if self._why_unusable(self.submissions[key], step) is None]
 
-    def stale(self, step: int) -> list[bytes]:
-        """Accepted submissions that no batch from `step` on can use any more: dropped, never trained."""
-        oldest = step - self.manifest.batch.max_staleness
-        found = [(place, key) for key, (place, policy) in self._stale.items() if policy < oldest]
-        found += [(place, key) for key, place in self._waiting.items() if self._policy_of(key) < oldest]
-        return [key for _, key in sorted(found)]
+    def stale(self, step: int) -> Stale:
+        """Accepted work that no batch from `step` on can use any more, `step` being the next or a later one."""
+        return self._stale.plus([self.submissions[key].record for key in self._too_old(step)])
 
-    def _policy_of(self, submission: bytes) -> int:
-        return self.submissions[submission].record.checkpoint_step
+    def is_too_old(self, submission: LedgerSubmission, step: int) -> bool:
+        """Whether it is accepted, in no batch, and of a policy that no batch from `step` on can use."""
+        unused = submission.state == "accepted" and submission.used_in is None
+        return unused and submission.record.checkpoint_step < step - self.manifest.batch.max_staleness
+
+    def _too_old(self, step: int) -> list[bytes]:
+        return [key for key in self._waiting if self.is_too_old(self.submissions[key], step)]
 
     def committed_at_ms(self, step: int) -> int:
         """When the batch before a step's was signed, or the run: the step cannot have opened earlier."""
@@ -401,15 +405,9 @@ class LedgerState:
             self.submissions[key].used_in = record.step
             del self._waiting[key]
         self.committed[record.step] = record
-        self._drop_stale(record.step + 1)
-
-    def _drop_stale(self, step: int) -> None:
-        oldest = step - self.manifest.batch.max_staleness
-        for key, place in list(self._waiting.items()):
-            policy = self._policy_of(key)
-            if policy < oldest:
-                self._stale[key] = (place, policy)
-                del self._waiting[key]
+        self._stale = self.stale(record.step + 1)
+        for key in self._too_old(record.step + 1):
+            del self._waiting[key]
 
     def _why_unusable(self, submission: LedgerSubmission, step: int) -> str | None:
         if submission.state != "accepted":

@@ -6,7 +6,7 @@ its author. It may lie anywhere, though.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
 
@@ -57,6 +57,17 @@ class LedgerSubmission:
         return [one for one in list(self.verdicts.values()) if one.record.outcome == "reject"]
 
 
+@dataclass(frozen=True)
+class Stale:
+    """Accepted work that became too old for a batch: dropped, never trained."""
+
+    submissions: int = 0
+    rollouts: int = 0
+
+    def plus(self, more: Collection[Submission]) -> Stale:
+        return Stale(self.submissions + len(more), self.rollouts + sum(one.rollouts for one in more))
+
+
 class Digests(Protocol):
     """A set of hashes that only grows."""
 
@@ -88,9 +99,13 @@ class TipsInMemory:
         return bytes(self._tips[length * TIP_BYTES : (length + 1) * TIP_BYTES])
 
 
+def _nothing() -> None:
+    """What is in memory alone has nothing to settle."""
+
+
 @dataclass
 class LedgerMemory:
-    """Ordinary collections, or others that put most of it on a disk (for audits)."""
+    """Ordinary collections, or others that put most of it on a disk."""
 
     submissions: MutableMapping[bytes, LedgerSubmission] = field(default_factory=dict)
     files: Digests = field(default_factory=set[bytes])
@@ -98,6 +113,8 @@ class LedgerMemory:
     committed: MutableMapping[int, Batch] = field(default_factory=dict)
     trained: MutableMapping[int, Trained] = field(default_factory=dict)
     tips: Tips = field(default_factory=TipsInMemory)
+    settle: Callable[[], None] = _nothing
+    """Called between two entries, when nothing is being changed."""
 
 
 class BatchSubmissions(Mapping[int, tuple[bytes, ...]]):

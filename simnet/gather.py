@@ -223,6 +223,8 @@ class Recording(Struct):
     """How late this machine woke up a thread that only sleeps: 99 % of the times by no more."""
     core_waits_known: bool = False
     """Whether this machine tells for how long a thread waited for a core, which nodes take off their loops' lag."""
+    rewards: dict[int, float | None] = {}
+    """Mean reward by step; the trainer itself shows its newest steps only."""
     against: list[VerdictRow] = []
     """The first verdicts that did not accept; the trainer itself shows its newest verdicts only."""
 
@@ -345,6 +347,7 @@ class Gatherer:
     def _sample(self) -> None:
         recording = self.recording
         self._keep_against(recording.trainer.verdicts)
+        recording.rewards.update(recording.trainer.rewards)
         samples = recording.samples
         samples.append(Sample(now_ms(), recording.step, recording.accepted, sum(recording.rejected.values())))
         if len(samples) > MAX_SAMPLES:

@@ -212,7 +212,7 @@ def _fault_lines(recording: Recording) -> list[Text]:
 
 
 def _rewards(recording: Recording) -> list[float]:
-    return [mean for _, mean in recording.trainer.rewards if mean is not None]
+    return [mean for _, mean in sorted(recording.rewards.items()) if mean is not None]
 
 
 def _total(recording: Recording) -> str:

@@ -29,7 +29,7 @@ def build_report(recording: Recording, evidence: Evidence | None = None) -> Repo
     """
     evidence = evidence or Evidence(recording)
     trainer = recording.trainer
-    reward = [mean for _, mean in sorted(trainer.rewards, key=lambda entry: entry[0])]
+    reward = [mean for _, mean in sorted(recording.rewards.items())]
     first, last = _tenths(reward)
     contributors = {contributor.peer_id: contributor for contributor in trainer.contributors}
     honest = [_of(contributors, node) for node in recording.nodes if node.role == "inference" and not node.cheat]

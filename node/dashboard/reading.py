@@ -18,7 +18,7 @@ import trio
 
 from node.compute.process import ComputeProcess
 from node.dashboard.sources import Sources
-from node.ledger.compact import looked_at
+from node.ledger.memory import looked_at
 from protocol.errors import DataDirError, MalformedError, NodeError, RefusedError
 from protocol.ledger import LedgerState, LedgerSubmission
 

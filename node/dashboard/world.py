@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final
 
-from node.ledger.compact import looked_at
+from node.ledger.memory import looked_at, newest
 from node.ledger.rows import leaderboard
 from protocol.envelope import Signed
 from protocol.ledger import LedgerState, LedgerSubmission
@@ -69,7 +69,7 @@ def contributor_rows(state: LedgerState) -> list[dict[str, Any]]:
 
 def submission_rows(state: LedgerState) -> list[dict[str, Any]]:
     """The newest submissions, newest first, and those that were not accepted for longer."""
-    recent = list(state.submissions)[-MAX_SUBMISSIONS:]
+    recent = newest(state.submissions, MAX_SUBMISSIONS)
     among = set(recent)
     others = [key for key in list(state.unaccepted) if key not in among]
     found = [(key, looked_at(state.submissions, key)) for key in reversed([*others[-MAX_SUBMISSIONS:], *recent])]

@@ -15,8 +15,8 @@ import msgspec
 
 from node.ledger.audit import Audit, Report
 from node.ledger.material import Material
+from node.ledger.memory import audit_memory
 from node.ledger.recheck import recheck
-from node.ledger.scratch import Scratch
 from node.ledger.segments import DamagedSegment, read_segments
 from node.ledger.signatures import SELDOM, WorkAsked, checked_entries
 from protocol.errors import MalformedError
@@ -39,9 +39,9 @@ def default_processes(ledger: Path) -> int:
 def replayed(material: Material, *, say: Say, processes: int | None = None) -> Iterator[tuple[Audit, list[str]]]:
     """An audit that has taken in every entry, and notes on what could not be read. Valid within the block."""
     with tempfile.TemporaryDirectory(prefix="intellect-audit-") as directory, collecting_seldom():
-        scratch = Scratch(Path(directory))
+        scratch, memory = audit_memory(Path(directory))
         try:
-            audit = Audit(material.manifest, scratch.ledger_memory())
+            audit = Audit(material.manifest, memory)
             yield audit, _replay(audit, material, processes, say)
         finally:
             scratch.close()

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, Final
 
 from node.ledger.index import LedgerIndex, Row
 from node.ledger.migrate import settle_layout
+from node.ledger.scratch import Scratch
 from node.ledger.segments import DamagedSegment, Segment, SegmentWriter, read_segments, segment_path, set_aside
 from protocol.constants import LEDGER_SEGMENT_BYTES
 from protocol.envelope import Signed, id_of
@@ -47,13 +48,21 @@ class LedgerLog:
     """
 
     def __init__(
-        self, path: Path, state: LedgerState, *, mends: bool = False, segment_bytes: int = LEDGER_SEGMENT_BYTES
+        self,
+        path: Path,
+        state: LedgerState,
+        *,
+        mends: bool = False,
+        scratch: Scratch | None = None,
+        segment_bytes: int = LEDGER_SEGMENT_BYTES,
     ) -> None:
         """Open or make it, and replay it into an empty state. Raises DataDirError.
 
         `mends`: a damaged part is set aside, because relays have it; otherwise it is an error.
+        `scratch`: what the state remembers on the disk, closed with the log.
         """
         self.state = state
+        self._scratch = scratch
         self._path = path
         self._segment_bytes = segment_bytes
         self._unwritten: list[Signed[Any]] = []
@@ -73,6 +82,8 @@ class LedgerLog:
     def close(self) -> None:
         self._writer.close()
         self._index.close()
+        if self._scratch is not None:
+            self._scratch.close()
 
     def append(self, entries: Sequence[bytes]) -> None:
         """Apply entries and write them in one go. Raises LedgerError at the first bad one; earlier ones stay."""

@@ -1,34 +1,38 @@
 """Collections that lie on a disk but for their newest part, so that a replay of any length needs little memory.
 
-One SQLite file in a directory that its owner deletes afterwards; nothing in it outlives the process, so nothing is
-synced. Objects may be changed while they are among the newest: they are written when they leave.
+A SQLite file, made anew at each opening: nothing in it outlives the process, so nothing is synced. One
+thread changes the collections, any may read them. An object may be changed while it is among the newest; it is written
+by `settle`, which the replay calls between two entries. What a full disk does not take stays in memory until it does.
 """
 
 from __future__ import annotations
 
-import os
+import logging
 import sqlite3
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, ItemsView, Iterator, MutableMapping
-from functools import partial
+from collections.abc import Callable, ItemsView, Iterator, MutableMapping, Sequence, ValuesView
+from contextlib import contextmanager, suppress
+from heapq import merge
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
-import msgspec
+from protocol.errors import DataDirError
+from protocol.ledger_memory import TIP_BYTES
 
-from protocol.envelope import Signed
-from protocol.identity import PeerId
-from protocol.ledger_memory import TIP_BYTES, LedgerMemory, LedgerSubmission, SubmissionState
-from protocol.records import Batch, Submission, Trained, Verdict
+log = logging.getLogger(__name__)
 
-HOT: Final = 2048
-"""Objects in memory; more than one entry of the ledger ever changes after it looked at them."""
-COLD_AT_ONCE: Final = 512
-HOT_STEPS: Final = 64
-"""The same for batches, each of which names many submissions, and for trained steps."""
+NAME: Final = "scratch.sqlite"
+DIGESTS_FACTOR: Final = 4
+"""So many times as many hashes are written at once as objects are."""
 TIPS_AT_ONCE: Final = 2048
+ROWS_AT_ONCE: Final = 256
+"""Of a walk; between two reads the others get their turn."""
 CACHE_KIB: Final = 4 << 10
+PATIENCE: Final = 64
+"""So many more writes must be due before the next try on a disk that took none."""
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -37,38 +41,63 @@ V = TypeVar("V")
 class Scratch:
     """The file. Close it before its directory goes."""
 
-    def __init__(self, directory: Path) -> None:
-        self.db = sqlite3.connect(directory / "scratch.sqlite", isolation_level=None)
-        self.db.executescript(
-            "PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; PRAGMA locking_mode=EXCLUSIVE;"
-            f"PRAGMA cache_size=-{CACHE_KIB};"
-        )
-        self._tips = ScratchTips(directory / "tips")
+    def __init__(self, directory: Path, *, at_once: int) -> None:
+        """`at_once` objects are written together: few where others wait for the one thread, many in audits.
+
+        Raises DataDirError.
+        """
+        self.at_once = at_once
+        self.lock = threading.RLock()
+        self._maps: list[ScratchMap[Any, Any]] = []
+        try:
+            (directory / NAME).unlink(missing_ok=True)
+            self.db = sqlite3.connect(directory / NAME, isolation_level=None, check_same_thread=False)
+            self.db.executescript(
+                "PRAGMA journal_mode=MEMORY; PRAGMA synchronous=OFF; PRAGMA locking_mode=EXCLUSIVE;"
+                f"PRAGMA temp_store=MEMORY; PRAGMA cache_size=-{CACHE_KIB};"
+            )
+        except (OSError, sqlite3.Error) as error:
+            raise DataDirError(f"cannot open {directory / NAME}: {error}", hint="df -h; ls -l") from error
 
     def close(self) -> None:
-        self._tips.close()
-        self.db.close()
+        with self.lock:
+            self.db.close()
 
-    def ledger_memory(self) -> LedgerMemory:
-        """For a LedgerState of any length. Verdicts come back without checks and evidence, which no rule needs."""
-        encode = msgspec.msgpack.encode
-        return LedgerMemory(
-            submissions=ScratchMap[bytes, LedgerSubmission](
-                self, "submissions", partial(encode_submission, slim=True), decode_submission
-            ),
-            files=ScratchSet(self, "files"),
-            committed=ScratchMap[int, Batch](
-                self, "batches", encode, msgspec.msgpack.Decoder(Batch).decode, hot=HOT_STEPS
-            ),
-            trained=ScratchMap[int, Trained](
-                self, "trained", encode, msgspec.msgpack.Decoder(Trained).decode, hot=HOT_STEPS
-            ),
-            tips=self._tips,
-        )
+    def make(self, statement: str) -> None:
+        """Create a table. Raises DataDirError."""
+        try:
+            self.db.execute(statement)
+        except sqlite3.Error as error:
+            raise DataDirError(f"cannot write the replay's memory: {error}", hint="df -h") from error
+
+    def keep(self, one: ScratchMap[Any, Any]) -> None:
+        """Let a map's oldest objects be written whenever things are settled."""
+        self._maps.append(one)
+
+    def settle(self) -> None:
+        """Nobody is changing an object: write those that were not looked at for long."""
+        for one in self._maps:
+            one.settle()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """One transaction. Raises sqlite3.OperationalError, and then nothing was written."""
+        with self.lock:
+            self.db.execute("BEGIN")
+            try:
+                yield
+                self.db.execute("COMMIT")
+            finally:
+                if self.db.in_transaction:
+                    self.db.execute("ROLLBACK")
 
 
 class ScratchMap(MutableMapping[K, V], Generic[K, V]):
-    """A dict of which only the last objects that were looked at are in memory."""
+    """A dict, in the order of coming, of which only the last objects that were looked up are in memory.
+
+    What is looked up is an object until `hot` others were, and a change of it stays. What `look`, or a walk over
+    `items()` or `values()`, gives is to be read only and leaves no object behind: for threads that do not write.
+    """
 
     def __init__(
         self,
@@ -77,191 +106,226 @@ class ScratchMap(MutableMapping[K, V], Generic[K, V]):
         encode: Callable[[V], bytes],
         decode: Callable[[bytes], V],
         *,
-        hot: int | None = None,
+        hot: int,
     ) -> None:
-        """At most `hot` objects stay in memory, HOT unless given."""
-        self._db = scratch.db
-        self._most = HOT if hot is None else hot
+        """About `hot` objects stay in memory. Raises DataDirError."""
+        self._scratch = scratch
+        self._db, self._lock = scratch.db, scratch.lock
         self._name = name
         self._encode = encode
         self._decode = decode
         self._hot: OrderedDict[K, V] = OrderedDict()
+        self._most = hot + scratch.at_once
+        self._limit = self._most
         self._new: dict[K, int] = {}
         """Those that the file does not have, and their places in the order of coming."""
         self._next = 0
         self._count = 0
-        self._db.execute(f"CREATE TABLE {name} (place INTEGER PRIMARY KEY, key UNIQUE, value BLOB)")
+        scratch.make(f"CREATE TABLE {name} (place INTEGER PRIMARY KEY, key UNIQUE, value BLOB)")
+        scratch.keep(self)
 
     def __getitem__(self, key: K) -> V:
-        if key in self._hot:
-            self._hot.move_to_end(key)
-            return self._hot[key]
-        row = self._db.execute(f"SELECT value FROM {self._name} WHERE key = ?", (key,)).fetchone()
-        if row is None:
-            raise KeyError(key)
-        self._heat(key, self._decode(row[0]))
-        return self._hot[key]
+        with self._lock:
+            value = self._hot[key] if key in self._hot else self._read(key)
+            self._heat(key, value)
+            return value
+
+    def look(self, key: K) -> V:
+        """One to read, which does not become an object for long. Raises KeyError."""
+        with self._lock:
+            return self._hot[key] if key in self._hot else self._read(key)
 
     def __setitem__(self, key: K, value: V) -> None:
-        if key not in self:
-            self._new[key] = self._next
-            self._next += 1
-            self._count += 1
-        self._heat(key, value)
+        with self._lock:
+            if key not in self:
+                self._new[key] = self._next
+                self._next += 1
+                self._count += 1
+            self._heat(key, value)
 
     def __delitem__(self, key: K) -> None:
-        if key not in self:
-            raise KeyError(key)
-        self._hot.pop(key, None)
-        self._new.pop(key, None)
-        self._db.execute(f"DELETE FROM {self._name} WHERE key = ?", (key,))
-        self._count -= 1
+        with self._lock:
+            if key not in self:
+                raise KeyError(key)
+            self._hot.pop(key, None)
+            if self._new.pop(key, None) is None:
+                self._db.execute(f"DELETE FROM {self._name} WHERE key = ?", (key,))
+            self._count -= 1
 
     def __contains__(self, key: object) -> bool:
-        if key in self._hot:
-            return True
-        return self._db.execute(f"SELECT 1 FROM {self._name} WHERE key = ?", (key,)).fetchone() is not None
+        with self._lock:
+            if key in self._hot:
+                return True
+            return self._db.execute(f"SELECT 1 FROM {self._name} WHERE key = ?", (key,)).fetchone() is not None
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[K]:
-        """In the order in which they came."""
-        self._cool(len(self._hot))
-        for (key,) in self._db.execute(f"SELECT key FROM {self._name} ORDER BY place"):
-            yield key
+        """Those that are there now."""
+        return (key for _, key, _ in self._walk())
 
     def items(self) -> ItemsView[K, V]:
-        """One after the other; what is changed of them is lost."""
-        return _Items(self, self._rows)
+        return _Items(self)
 
-    def _rows(self) -> Iterator[tuple[K, V]]:
-        self._cool(len(self._hot))
-        for key, value in self._db.execute(f"SELECT key, value FROM {self._name} ORDER BY place"):
-            yield key, self._decode(value)
+    def values(self) -> ValuesView[V]:
+        return _Values(self)
+
+    def newest(self, count: int) -> list[K]:
+        """The last `count` keys that came, the newest at the end."""
+        query = f"SELECT place, key FROM {self._name} ORDER BY place DESC LIMIT ?"
+        with self._lock:
+            found = [*self._db.execute(query, (count,)), *((place, key) for key, place in self._new.items())]
+        return [key for _, key in sorted(found, key=itemgetter(0))[-count:]]
+
+    def pairs(self) -> Iterator[tuple[K, V]]:
+        """All, one after the other, to read."""
+        for _, key, value in self._walk():
+            yield key, self._decode(value) if isinstance(value, bytes) else value
+
+    def settle(self) -> None:
+        """Write objects that were not looked up for long, if there are enough of them."""
+        if len(self._hot) < self._limit:
+            return
+        try:
+            self._cool(list(islice(self._hot, self._scratch.at_once)))
+            self._limit = self._most
+        except sqlite3.OperationalError as error:
+            if self._limit == self._most:
+                log.warning("%s stay in memory, as the disk takes no more: %s", self._name, error)
+            self._limit = len(self._hot) + PATIENCE * self._scratch.at_once
+
+    def _read(self, key: K) -> V:
+        row = self._db.execute(f"SELECT value FROM {self._name} WHERE key = ?", (key,)).fetchone()
+        if row is None:
+            raise KeyError(key)
+        return self._decode(row[0])
 
     def _heat(self, key: K, value: V) -> None:
         self._hot[key] = value
         self._hot.move_to_end(key)
-        if len(self._hot) > self._most:
-            self._cool(min(COLD_AT_ONCE, self._most))
 
-    def _cool(self, count: int) -> None:
-        cold = list(islice(self._hot, count))
-        encoded = [(self._encode(self._hot[key]), key) for key in cold]
-        self._db.execute("BEGIN")
-        self._db.executemany(
-            f"INSERT INTO {self._name} (value, key, place) VALUES (?, ?, ?)",
-            [(value, key, self._new[key]) for value, key in encoded if key in self._new],
-        )
-        self._db.executemany(
-            f"UPDATE {self._name} SET value = ? WHERE key = ?", [row for row in encoded if row[1] not in self._new]
-        )
-        self._db.execute("COMMIT")
-        for key in cold:
-            del self._hot[key]
-            self._new.pop(key, None)
+    def _cool(self, cold: Sequence[K]) -> None:
+        with self._lock:
+            encoded = [(self._encode(self._hot[key]), key) for key in cold]
+            with self._scratch.writing():
+                self._db.executemany(
+                    f"INSERT INTO {self._name} (value, key, place) VALUES (?, ?, ?)",
+                    [(value, key, self._new[key]) for value, key in encoded if key in self._new],
+                )
+                self._db.executemany(
+                    f"UPDATE {self._name} SET value = ? WHERE key = ?",
+                    [row for row in encoded if row[1] not in self._new],
+                )
+            for key in cold:
+                del self._hot[key]
+                self._new.pop(key, None)
+
+    def _walk(self) -> Iterator[tuple[int, K, V | bytes]]:
+        """Places, keys, and objects or their bytes, in the order of coming."""
+        with self._lock:
+            fresh = [(place, key, self._hot[key]) for key, place in self._new.items()]
+        places = {place for place, _, _ in fresh}
+        written = (row for row in self._written() if row[0] not in places)
+        return merge(fresh, written, key=itemgetter(0))
+
+    def _written(self) -> Iterator[tuple[int, K, V | bytes]]:
+        query = f"SELECT place, key, value FROM {self._name} WHERE place > ? ORDER BY place LIMIT {ROWS_AT_ONCE}"
+        place = -1
+        while True:
+            with self._lock:
+                rows = [(at, key, self._hot.get(key, value)) for at, key, value in self._db.execute(query, (place,))]
+            if not rows:
+                return
+            yield from rows
+            place = rows[-1][0]
 
 
 class _Items(ItemsView[K, V]):
     """Without a look at each object by its key."""
 
-    def __init__(self, mapping: MutableMapping[K, V], rows: Callable[[], Iterator[tuple[K, V]]]) -> None:
+    def __init__(self, mapping: ScratchMap[K, V]) -> None:
         super().__init__(mapping)
-        self._walk = rows
+        self._pairs = mapping.pairs
 
     def __iter__(self) -> Iterator[tuple[K, V]]:
-        return self._walk()
+        return self._pairs()
+
+
+class _Values(ValuesView[V]):
+    def __init__(self, mapping: ScratchMap[Any, V]) -> None:
+        super().__init__(mapping)
+        self._pairs = mapping.pairs
+
+    def __iter__(self) -> Iterator[V]:
+        return (value for _, value in self._pairs())
 
 
 class ScratchSet:
     """Hashes that were seen."""
 
     def __init__(self, scratch: Scratch, name: str) -> None:
+        self._scratch = scratch
         self._db = scratch.db
         self._name = name
         self._hot: set[bytes] = set()
-        self._db.execute(f"CREATE TABLE {name} (digest BLOB PRIMARY KEY) WITHOUT ROWID")
+        self._most = DIGESTS_FACTOR * scratch.at_once
+        self._limit = self._most
+        scratch.make(f"CREATE TABLE {name} (digest BLOB PRIMARY KEY) WITHOUT ROWID")
 
     def __contains__(self, digest: object, /) -> bool:
         if digest in self._hot:
             return True
-        return self._db.execute(f"SELECT 1 FROM {self._name} WHERE digest = ?", (digest,)).fetchone() is not None
+        with self._scratch.lock:
+            return self._db.execute(f"SELECT 1 FROM {self._name} WHERE digest = ?", (digest,)).fetchone() is not None
 
     def add(self, digest: bytes, /) -> None:
         self._hot.add(digest)
-        if len(self._hot) >= HOT:
-            self._db.execute("BEGIN")
-            self._db.executemany(
-                f"INSERT OR IGNORE INTO {self._name} VALUES (?)", [(one,) for one in sorted(self._hot)]
-            )
-            self._db.execute("COMMIT")
-            self._hot.clear()
+        if len(self._hot) < self._limit:
+            return
+        try:
+            with self._scratch.writing():
+                rows = [(one,) for one in sorted(self._hot)]
+                self._db.executemany(f"INSERT OR IGNORE INTO {self._name} VALUES (?)", rows)
+        except sqlite3.OperationalError:
+            self._limit = len(self._hot) + self._most
+            return
+        self._limit = self._most
+        self._hot.clear()
 
 
 class ScratchTips:
-    """The chain's tips, one after the other in a file of their own."""
+    """The chain's tips, in rows of TIPS_AT_ONCE."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("x+b", buffering=0)
-        self._written = 0
+    def __init__(self, scratch: Scratch, name: str) -> None:
+        self._scratch = scratch
+        self._db = scratch.db
+        self._name = name
+        self._each = TIPS_AT_ONCE * TIP_BYTES
+        self._rows = 0
         self._new = bytearray()
-
-    def close(self) -> None:
-        self._file.close()
+        scratch.make(f"CREATE TABLE {name} (row INTEGER PRIMARY KEY, tips BLOB)")
 
     def add(self, tip: bytes, /) -> None:
-        self._new += tip
-        if len(self._new) >= TIPS_AT_ONCE * TIP_BYTES:
-            self._file.write(self._new)
-            self._written += len(self._new)
-            self._new.clear()
+        with self._scratch.lock:
+            self._new += tip
+            if len(self._new) % self._each == 0:
+                with suppress(sqlite3.OperationalError):  # the next time
+                    self._write()
+
+    def _write(self) -> None:
+        count = len(self._new) // self._each
+        rows = [(self._rows + at, bytes(self._new[at * self._each : (at + 1) * self._each])) for at in range(count)]
+        with self._scratch.writing():
+            self._db.executemany(f"INSERT INTO {self._name} VALUES (?, ?)", rows)
+        self._rows += count
+        self._new.clear()
 
     def __getitem__(self, length: int, /) -> bytes:
-        start = length * TIP_BYTES
-        if start >= self._written:
-            start -= self._written
-            return bytes(self._new[start : start + TIP_BYTES])
-        return os.pread(self._file.fileno(), TIP_BYTES, start)
-
-
-class _Kept(msgspec.Struct, array_like=True):
-    record: Submission
-    author: bytes
-    place: int
-    state: SubmissionState
-    verdicts: list[tuple[bytes, bytes, Verdict]]
-    used_in: int | None
-    settled_at: int | None
-    settled_step: int | None
-    appeal: bytes
-
-
-_kept = msgspec.msgpack.Decoder(_Kept)
-
-
-def encode_submission(one: LedgerSubmission, *, slim: bool = False) -> bytes:
-    """All of it but signatures; if `slim` without checks and evidence."""
-    verdicts = [
-        (peer.public_key, signed.id, _slim(signed.record) if slim else signed.record)
-        for peer, signed in one.verdicts.items()
-    ]
-    rest = (one.used_in, one.settled_at, one.settled_step, one.appeal)
-    return msgspec.msgpack.encode(_Kept(one.record, one.author.public_key, one.place, one.state, verdicts, *rest))
-
-
-def decode_submission(data: bytes) -> LedgerSubmission:
-    """What `encode_submission` made bytes of."""
-    kept = _kept.decode(data)
-    verdicts: dict[PeerId, Any] = {
-        PeerId(key): Signed(record, PeerId(key), verdict_id, b"") for key, verdict_id, record in kept.verdicts
-    }
-    rest = (kept.used_in, kept.settled_at, kept.settled_step, kept.appeal)
-    return LedgerSubmission(kept.record, PeerId(kept.author), kept.place, kept.state, verdicts, *rest)
-
-
-def _slim(verdict: Verdict) -> Verdict:
-    if not (verdict.checks or verdict.draw.beacon or verdict.draw.receipt):
-        return verdict
-    draw = msgspec.structs.replace(verdict.draw, beacon=b"", receipt=b"")
-    return msgspec.structs.replace(verdict, checks=(), draw=draw)
+        row, start = divmod(length * TIP_BYTES, self._each)
+        with self._scratch.lock:
+            if row >= self._rows:
+                start += (row - self._rows) * self._each
+                return bytes(self._new[start : start + TIP_BYTES])
+            query = f"SELECT substr(tips, ?, {TIP_BYTES}) FROM {self._name} WHERE row = ?"
+            return bytes(self._db.execute(query, (start + 1, row)).fetchone()[0])

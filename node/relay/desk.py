@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from node.clock import now_ms
-from node.ledger.compact import live_state
 from node.ledger.log import LedgerLog
+from node.ledger.memory import live_ledger
 from node.ledger.witness import DIRECTORY as FORKS
 from node.ledger.witness import HEAD_FILE, ForkWitness
 from node.relay.store import RelayStore, duplicate_index
@@ -242,7 +242,7 @@ class RelayDesk:
             ) from error
 
     def _take_manifest(self, manifest: Signed[Manifest]) -> None:
-        self.ledger = LedgerLog(self._ledger_path, live_state(manifest), mends=True)
+        self.ledger = live_ledger(self._ledger_path, manifest, mends=True)
         self.witness = ForkWitness(
             manifest, self._ledger_path.with_name(FORKS), keep_head=self._ledger_path / HEAD_FILE
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from node.ledger.compact import looked_at
+from node.ledger.memory import looked_at
 from node.membership import MAX_APPEALS_SHOWN, MAX_REJECTIONS_SHOWN, AppealRow, Standing, SubmissionRow
 from protocol.identity import PeerId
 from protocol.ledger import LedgerState, LedgerSubmission

@@ -10,16 +10,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import trio
 
 from node.feeds import Feeds
-from node.ledger.compact import rollouts_of
 from node.ledger.log import LedgerLog
+from node.ledger.memory import looked_at
 from node.relay_client import FeedItem, RelayClient
 from node.trainer.consequences import Consequences
 from node.trainer.petitions import Petitions
@@ -31,6 +32,7 @@ from protocol.records import Admission, Appeal, Submission, Verdict
 
 log = logging.getLogger(__name__)
 
+SUFFIX: Final = ".parquet"
 RETRY_S = 3.0
 PENDING_S = 60.0
 """A submission that nobody judged for this long is no longer counted on."""
@@ -82,7 +84,7 @@ class Collector:
         self._consequences.write()
 
     def file(self, submission: bytes) -> Path:
-        return self._rollout_dir / f"{submission.hex()}.parquet"
+        return self._rollout_dir / f"{submission.hex()}{SUFFIX}"
 
     def pending(self, step: int) -> int:
         """Submissions that a batch for `step` could hold once they are judged; not those that nobody judges."""
@@ -115,10 +117,12 @@ class Collector:
     def drop_stale(self, step: int) -> int:
         """Delete files that no batch from `step` on may use; the number of accepted rollouts that went that way."""
         state = self._ledger.state
-        stale = state.stale(step)
-        for key in stale:
-            self.file(key).unlink(missing_ok=True)
-        return rollouts_of(state.submissions, stale)
+        for path in list(self._rollout_dir.glob(f"*{SUFFIX}")):
+            with suppress(ValueError):  # no file of ours
+                one = looked_at(state.submissions, bytes.fromhex(path.stem))
+                if one is not None and state.is_too_old(one, step):
+                    path.unlink(missing_ok=True)
+        return state.stale(step).rollouts
 
     async def wait_changed(self) -> None:
         """Until a submission or an entry is there that was not when this was called."""

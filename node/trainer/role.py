@@ -402,9 +402,9 @@ class TrainerRole:
             changed = self._head_changed
             head = self._sign_head()
             keep_head(self._p.ledger.path / HEAD_FILE, head)
+            self._scores.catch_up()
             await self._tell_relays(head)
             self._say_what_is_missing()
-            self._scores.catch_up()
             with trio.move_on_after(BEAT_S):
                 await changed.wait()
 

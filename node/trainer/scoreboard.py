@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import Any, Final
 
-from node.ledger.compact import rollouts_of
 from node.ledger.rows import contributor_row
 from node.status import StatusBoard
 from node.trainer.gather import Gathered
@@ -15,8 +14,11 @@ from protocol.identity import PeerId
 from protocol.ledger import LedgerState
 from protocol.records import Manifest, Trained, Verdict
 
-KEPT_VERDICTS = 250
+KEPT_VERDICTS: Final = 250
 """Of those that accept, and of the others."""
+KEPT_REWARDS: Final = 256
+KEPT_METRICS: Final = 16
+"""Newest steps that the status tells of, however long the run is; the ledger and the metrics file have all."""
 
 
 class Scoreboard:
@@ -27,6 +29,7 @@ class Scoreboard:
         self._board = board
         self._wait_s = 0.0
         self._train_s = 0.0
+        self._groups_without_signal = 0
         self._stale_rollouts = 0
         self._stale_by_step: dict[int, int] = {}
         self._accepts: deque[dict[str, Any]] = deque(maxlen=KEPT_VERDICTS)
@@ -39,16 +42,17 @@ class Scoreboard:
             for verdict in submission.verdicts.values():
                 self._keep(verdict)
         self._board.details(total_steps=self._state.manifest.batch.total_steps)
-        self._stale_rollouts = rollouts_of(self._state.submissions, self._state.stale(self._step))
+        self._stale_rollouts = self._state.stale(self._step).rollouts
+        self._groups_without_signal = sum(map(_silent, self._state.trained.values()))
         self._show_rewards()
         self._show_contributors()
 
     def verdict(self, verdict: Signed[Verdict]) -> None:
+        """One more; it is shown with the next `catch_up`, as there may be many at a time."""
         self._keep(verdict)
-        self._show_contributors()
 
     def catch_up(self) -> None:
-        """Show what entries have changed that no event told of: admissions, evictions, reinstatements."""
+        """Show what entries have changed since the last time."""
         if self._shown_length != self._state.length:
             self._show_contributors()
 
@@ -87,6 +91,7 @@ class Scoreboard:
         return {"stale_rollouts": float(self._stale_by_step.pop(step, 0))}
 
     def trained(self, trained: Trained) -> None:
+        self._groups_without_signal += _silent(trained)
         self._show_rewards()
         self._show_contributors()
 
@@ -104,10 +109,12 @@ class Scoreboard:
 
     def _show_rewards(self) -> None:
         trained = self._state.trained
+        newest = [(step, trained[step]) for step in range(max(0, len(trained) - KEPT_REWARDS), len(trained))]
         self._board.details(
-            rewards=[[step, record.mean_reward] for step, record in trained.items()],
-            metrics=[{"step": step, **record.metrics} for step, record in trained.items()],
-            groups_without_signal=int(sum(one.metrics.get("groups_without_signal", 0.0) for one in trained.values())),
+            steps_trained=len(trained),
+            rewards=[[step, record.mean_reward] for step, record in newest],
+            metrics=[{"step": step, **record.metrics} for step, record in newest[-KEPT_METRICS:]],
+            groups_without_signal=self._groups_without_signal,
         )
 
     def _show_contributors(self) -> None:
@@ -119,11 +126,10 @@ class Scoreboard:
                 rejected[reason] = rejected.get(reason, 0) + count
         self._board.update(accepted=sum(row["accepted"] for row in rows), rejected=rejected)
         self._board.details(
-            contributors=rows,
-            verdicts=[*self._others, *self._accepts],
-            stale=len(self._state.stale(len(self._state.trained))),
+            stale=self._state.stale(self._step).submissions,
             unused=len(self._state.usable(self._step)),
         )
+        self._board.rows(contributors=rows, verdicts=[*self._others, *self._accepts])
 
 
 def _batch_text(manifest: Manifest, gathered: Gathered) -> str:
@@ -135,6 +141,10 @@ def _batch_text(manifest: Manifest, gathered: Gathered) -> str:
         f"{tally.rollouts} of {wanted} rollouts with signal, from {tally.submissions} of at most "
         f"{most_submissions(manifest)} submissions; {sum(gathered.silent)} groups without signal left out"
     )
+
+
+def _silent(trained: Trained) -> int:
+    return int(trained.metrics.get("groups_without_signal", 0.0))
 
 
 def _verdict_row(verdict: Signed[Verdict]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Final
 
 from node.clock import now_ms
-from node.ledger.compact import looked_at
+from node.ledger.memory import looked_at
 from node.validator.bench import Bench
 from node.validator.cases import Case
 from node.validator.docket import Docket, Look

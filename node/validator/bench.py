@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from node.ledger.compact import looked_at
+from node.ledger.memory import looked_at
 from node.validator.docket import OpenCase
 from node.validator.draws import PATIENCE_S, Draws
 from protocol.draw import beacon_of, is_first_after, judges

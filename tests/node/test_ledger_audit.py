@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ from cli import app
 from node.ledger.audit import Audit, Report
 from node.ledger.inspect import audit_material, replayed
 from node.ledger.material import find_material
-from node.ledger.scratch import HOT_STEPS, Scratch, ScratchMap
+from node.ledger.memory import HOT_STEPS, audit_memory
+from node.ledger.scratch import Scratch, ScratchMap
 from node.ledger.segments import SegmentWriter
 from node.ledger.signatures import Checked
 from protocol.draw import beacon_of, check_rate, is_drawn
@@ -127,10 +129,14 @@ def test_an_audit_is_the_state_that_nodes_have(long_run: tuple[Path, LedgerState
     assert sum(row.in_full for row in report.validators) < sum(row.accept for row in report.validators)
 
 
+def little_memory(monkeypatch: pytest.MonkeyPatch, *, hot: int, at_once: int) -> None:
+    """Let audits keep almost everything on the disk."""
+    monkeypatch.setattr("node.ledger.inspect.audit_memory", partial(audit_memory, hot=hot, at_once=at_once))
+
+
 def test_flat_memory_gives_the_same_rows(long_run: tuple[Path, LedgerState], monkeypatch: pytest.MonkeyPatch) -> None:
     """Almost everything lies on the disk while it is replayed."""
-    monkeypatch.setattr("node.ledger.scratch.HOT", 40)
-    monkeypatch.setattr("node.ledger.scratch.COLD_AT_ONCE", 30)
+    little_memory(monkeypatch, hot=40, at_once=30)
     directory, state = long_run
     with replayed(find_material(directory), say=lambda _: None, processes=0) as (found, notes):
         assert (notes, found.breaches.found, found.state.tip) == ([], [], state.tip)
@@ -140,14 +146,15 @@ def test_flat_memory_gives_the_same_rows(long_run: tuple[Path, LedgerState], mon
 
 
 def test_scratch_map_behaves_as_a_dict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.ledger.scratch.HOT", 3)
-    monkeypatch.setattr("node.ledger.scratch.COLD_AT_ONCE", 2)
-    scratch = Scratch(tmp_path)
-    made: ScratchMap[int, list[int]] = ScratchMap(scratch, "made", msgspec.msgpack.encode, msgspec.msgpack.decode)
+    scratch = Scratch(tmp_path, at_once=2)
+    made: ScratchMap[int, list[int]] = ScratchMap(
+        scratch, "made", msgspec.msgpack.encode, msgspec.msgpack.decode, hot=3
+    )
     plain: dict[int, list[int]] = {}
     for place, number in enumerate((5, 1, 2, 9, 1, 4, 7, 5, 3)):
         for one in (made, plain):
             one.setdefault(number, []).append(place)
+        scratch.settle()
     del made[9], plain[9]
     assert (list(made), list(made.items()), len(made)) == (list(plain), list(plain.items()), len(plain))
     assert 9 not in made
@@ -157,8 +164,8 @@ def test_scratch_map_behaves_as_a_dict(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_tips_on_disk_are_those_that_were_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.ledger.scratch.TIPS_AT_ONCE", 3)
-    scratch = Scratch(tmp_path)
-    tips, plain = scratch.ledger_memory().tips, LedgerMemory().tips
+    scratch, memory = audit_memory(tmp_path)
+    tips, plain = memory.tips, LedgerMemory().tips
     for number in range(8):
         for each in (tips, plain):
             each.add(bytes([number]) * 32)
@@ -168,12 +175,13 @@ def test_tips_on_disk_are_those_that_were_added(tmp_path: Path, monkeypatch: pyt
 
 def test_replay_keeps_few_steps_in_memory(tmp_path: Path) -> None:
     """A batch names a thousand submissions, and a run has thousands of steps."""
-    scratch = Scratch(tmp_path)
-    committed = scratch.ledger_memory().committed
+    scratch, memory = audit_memory(tmp_path, at_once=4)
+    committed = memory.committed
     for step in range(200):
         committed[step] = open_entry(make_batch(RUN, step, [make_submission(ALICE, RUN)])).record
+        memory.settle()
     assert [committed[step].step for step in (0, 150, 199)] == [0, 150, 199]
-    assert len(committed._hot) <= HOT_STEPS  # type: ignore[attr-defined]
+    assert len(committed._hot) <= HOT_STEPS + 4  # type: ignore[attr-defined]
     scratch.close()
 
 
@@ -779,8 +787,7 @@ def test_who_was_wronged_and_stays_evicted_is_a_breach(tmp_path: Path, monkeypat
 
 
 def test_flat_memory_keeps_what_appeals_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.ledger.scratch.HOT", 1)
-    monkeypatch.setattr("node.ledger.scratch.COLD_AT_ONCE", 1)
+    little_memory(monkeypatch, hot=1, at_once=1)
     assert audited(export(tmp_path / "run", wronged(), INVITING)).clean
 
 

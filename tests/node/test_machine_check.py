@@ -66,7 +66,7 @@ def start(monkeypatch, code):
         monkeypatch.setattr(assembly, "_own_run", lambda node: manifest)
         monkeypatch.setattr(assembly, "load_recipe", lambda path: recipe)
         monkeypatch.setattr(assembly, "Outbox", reached)
-        monkeypatch.setattr(assembly, "live_state", reached)
+        monkeypatch.setattr(assembly, "live_ledger", reached)
         monkeypatch.setattr(assembly, "_start_heart", reached)
         node = SimpleNamespace(
             config=SimpleNamespace(role=role, dtype="float32"),

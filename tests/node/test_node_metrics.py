@@ -90,6 +90,7 @@ def test_a_trainers_page():
     board.details(
         metrics=[{"step": 0, "reward": 0.1}, {"step": 1, "reward": 0.25, "kl": 0.0, "unheard_of": 1.0}],
         evaluations=[{"step": 1, "reward": 0.4, "pass_at": scores}],
+        steps_trained=2,
         rewards=[[0, 0.1], [1, 0.25]],
         wait_s=1.5,
         train_s=3.0,

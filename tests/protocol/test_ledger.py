@@ -29,6 +29,7 @@ from protocol.envelope import Signed
 from protocol.errors import LedgerError, ProtocolError, WrongAuthorError, WrongRunError
 from protocol.identity import Identity
 from protocol.ledger import LedgerState, next_tip, open_entry
+from protocol.ledger_memory import Stale
 from protocol.records import BatchSpec, Submission
 
 RUN = b"r" * 32
@@ -189,7 +190,8 @@ def test_batch_takes_no_stale_policy_and_no_future_one(state: LedgerState, alice
     late = make_submission(bob, RUN)
     accept(state, late)
     assert refused(state, make_batch(RUN, 2, [late])) == "unusable"
-    assert len(state.stale(2)) == 1
+    assert state.stale(2) == Stale(1, late.record.rollouts)
+    assert not state.usable(2)
 
 
 def test_batches_and_training_go_in_order(state: LedgerState, alice: Identity) -> None:

@@ -100,6 +100,7 @@ def make_recording() -> Recording:
     ]
     by_name["wrong-model-0"].lives[0].exit_code = 1
     return Recording(
+        rewards={step: step / 20 for step in range(1, 21)},
         scenario=scenario,
         run=f"{peer_id('trainer-0')}/simnet",
         seed=0,
@@ -130,7 +131,6 @@ def trainer_details() -> Details:
     honest, cheat = peer_id("inference-0"), peer_id("wrong-model-0")
     return Details(
         total_steps=20,
-        rewards=[(step, step / 20) for step in range(1, 21)],
         wait_s=30.0,
         train_s=70.0,
         contributors=[

@@ -172,7 +172,7 @@ def test_liars_are_told_from_others_by_the_ledger(recording, overruled, met):
 
 @pytest.mark.parametrize("name", Expect.__struct_fields__)
 def test_every_expectation_has_a_rule_and_none_holds_of_a_run_that_never_began(recording, name):
-    recording.nodes = []
+    recording.nodes, recording.rewards = [], {}
     truths = dict.fromkeys(("cheats_evicted", "liars_overruled", "weights_from_relays_only", "evaluation_rises"), True)
     goal = truths.get(name, 0 if name.endswith("ed") else 1)
     (expectation,) = expecting(recording, **{name: goal}).expectations
@@ -262,6 +262,7 @@ def test_a_flood_of_words_does_not_make_a_flood_of_page(recording, tmp_path):
 def test_an_empty_recording_still_gives_a_report(recording, tmp_path):
     for node in recording.nodes:
         node.lives, node.timeline = [], []
+    recording.rewards = {}
     recording.samples, recording.faults, recording.run, recording.outcome = [], [], "", "failed"
     report, _ = write_report(recording, tmp_path)
     assert (report.steps, report.reward_last_tenth, report.passed) == (0, None, False)
