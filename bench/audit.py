@@ -1,4 +1,5 @@
-"""Auditing a ledger: entries a second and peak memory at several lengths, and from them a million entries.
+"""Auditing a ledger: entries a second and peak memory at several lengths, and from them a million entries; and what one
+more entry adds to the memory of a node that follows it.
 
 The ledger is made and signed here (bench.synthetic_ledger), written as nodes keep it, and audited in a process of its
 own. What one process takes is its CPU time, and so is `bare_cpu_s`, what PyNaCl alone takes for the signatures in it;
@@ -11,12 +12,12 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 from nacl.signing import VerifyKey
@@ -26,7 +27,8 @@ from bench.harness import Result
 from bench.synthetic_ledger import entries, head_over, manifest, signatures_in
 from node.ledger.inspect import audit_material, collecting_seldom, default_processes
 from node.ledger.material import LEDGER, MANIFEST, find_material
-from node.ledger.segments import SegmentWriter
+from node.ledger.memory import live_ledger
+from node.ledger.segments import SegmentWriter, read_segments
 from node.ledger.signatures import WorkAsked, examine
 from node.ledger.witness import HEAD_FILE
 from protocol.ledger import LedgerState
@@ -38,6 +40,10 @@ MILLION: Final = 1_000_000
 SAMPLE: Final = 5000
 """Signatures that PyNaCl checks, evenly from all of them."""
 BLOCK: Final = 1000
+FOLLOWED_AT_ONCE: Final = 20
+"""A node takes entries in as they come."""
+
+T = TypeVar("T")
 
 
 def bench(*, quick: bool) -> Result:
@@ -51,6 +57,7 @@ def bench(*, quick: bool) -> Result:
         before_s = _bare_cpu_s(made)  # before and after, since the machine is not the same all the time
         alone = [_audited(place, 0) for place in places]
         together = [_audited(place, processes) for place in places]
+        following = [_in_a_process(_follow, place) for place in places[-2:]]
     bare_s = (before_s + _bare_cpu_s(made)) / 2
     with collecting_seldom():
         opening_s, rules_s = _parts_cpu_s(made)
@@ -69,7 +76,8 @@ def bench(*, quick: bool) -> Result:
     }
     if not quick:  # a straight line through short ledgers says nothing of long ones
         result.figures |= {
-            "peak_bytes_an_entry": _slope_bytes(lengths, alone),
+            "peak_bytes_an_entry": _slope_bytes(lengths, [one.peak_mib for one in alone]),
+            "node_peak_bytes_an_entry": _slope_bytes(lengths, following),
             "million_minutes": _at_a_million(lengths, [one.seconds for one in together]) / 60,
             "million_cpu_minutes_in_one_process": _at_a_million(lengths, [one.cpu_s for one in alone]) / 60,
             "million_mib": _at_a_million(lengths, [one.peak_mib for one in together]),
@@ -77,6 +85,7 @@ def bench(*, quick: bool) -> Result:
         result.at_most("million_cpu_minutes_in_one_process", 10)
         result.at_most("million_mib", 256)
         result.at_most("peak_bytes_an_entry", 100)
+        result.at_most("node_peak_bytes_an_entry", 100)
         result.at_most("to_bare", 2)
     return result
 
@@ -107,8 +116,25 @@ def _write(directory: Path, made: Sequence[bytes]) -> Path:
 
 
 def _audited(directory: Path, processes: int) -> _Measured:
+    return _Measured(*_in_a_process(_audit, directory, processes))
+
+
+def _in_a_process(work: Callable[..., T], *arguments: object) -> T:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return _Measured(*pool.submit(_audit, directory, processes).result())
+        return pool.submit(work, *arguments).result()
+
+
+def _follow(directory: Path) -> float:
+    """The most memory, in MiB, that a node's mirror of a ledger takes while it grows to its length."""
+    material = find_material(directory)
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-follow-") as copy,
+        closing(live_ledger(Path(copy) / LEDGER, material.manifest)) as log,
+    ):
+        for segment in read_segments(material.ledger):
+            for start in range(0, len(segment.entries), FOLLOWED_AT_ONCE):
+                log.append(segment.entries[start : start + FOLLOWED_AT_ONCE])
+        return _peak_mib()
 
 
 def _audit(directory: Path, processes: int) -> tuple[float, float, float]:
@@ -157,10 +183,10 @@ def _at_a_million(lengths: Sequence[int], values: Sequence[float]) -> float:
     return float(start + slope * MILLION)
 
 
-def _slope_bytes(lengths: Sequence[int], audits: Sequence[_Measured]) -> float:
+def _slope_bytes(lengths: Sequence[int], peaks_mib: Sequence[float]) -> float:
     """What one more entry adds to the peak, between the two longest ledgers: caches are full by then."""
-    (shorter, longer), (less, more) = lengths[-2:], audits[-2:]
-    return (more.peak_mib - less.peak_mib) * (1 << 20) / (longer - shorter)
+    (shorter, longer), (less, more) = lengths[-2:], peaks_mib[-2:]
+    return (more - less) * (1 << 20) / (longer - shorter)
 
 
 def _table(lengths: Sequence[int], alone: Sequence[_Measured], together: Sequence[_Measured], processes: int) -> Table:

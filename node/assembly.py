@@ -27,6 +27,7 @@ from node.inference.outbox import Outbox
 from node.inference.role import InferenceParts, InferenceRole
 from node.joining import Node, join_swarm, show_discovery
 from node.ledger.follow import LedgerFollower
+from node.ledger.log import LedgerLog
 from node.ledger.memory import live_ledger
 from node.ledger.witness import DIRECTORY as FORKS
 from node.ledger.witness import HEAD_FILE, ForkWitness
@@ -57,7 +58,7 @@ from p2p.shardcast.fan_out import FanOut
 from p2p.shardcast.origin import OriginDoor, origin_routes
 from p2p.shardcast.patches import PatchStore
 from p2p.shardcast.store import CheckpointStore
-from p2p.tls import load_or_create_certificate
+from p2p.tls import Certificate, load_or_create_certificate
 from protocol.checkpoint import CheckpointRules
 from protocol.envelope import Signed
 from protocol.errors import ConfigError
@@ -247,20 +248,7 @@ async def _trainer(node: Node, services: trio.Nursery) -> Role:
     store = CheckpointStore(node.data.sub("checkpoints"), keep=manifest.record.batch.max_staleness + SPARE_CHECKPOINTS)
     door = OriginDoor()
     certificate = load_or_create_certificate(node.data.path)
-    origin = HttpServer(
-        node.aio,
-        origin_routes(
-            store,
-            ledger.entries,
-            segments=ledger,
-            patches=PatchStore(store, node.data.sub("patches")),
-            fan_out=FanOut(door.holder, node.config.fan_out),
-        ),
-        host=node.config.http_host,
-        port=node.config.http_port,
-        certificate=certificate,
-        middlewares=[door.middleware],
-    )
+    origin = _origin(node, store, ledger, door=door, certificate=certificate)
     address = await services.start(origin.run)
     p2p, swarm = await join_swarm(node, services, manifest)
     services.start_soon(p2p.publish_run, partial(run_pointer, node.identity, manifest))
@@ -309,6 +297,26 @@ async def _watch(node: Node, services: trio.Nursery) -> Role:
 def _follower(node: Node, swarm: Swarm, witness: ForkWitness) -> LedgerFollower:
     ledger = live_ledger(node.path("ledger"), swarm.manifest, mends=True)
     return LedgerFollower(swarm, ledger, witness)
+
+
+def _origin(
+    node: Node, store: CheckpointStore, ledger: LedgerLog, *, door: OriginDoor, certificate: Certificate
+) -> HttpServer:
+    """What relays fetch policies and entries from."""
+    return HttpServer(
+        node.aio,
+        origin_routes(
+            store,
+            ledger.entries,
+            segments=ledger,
+            patches=PatchStore(store, node.data.sub("patches")),
+            fan_out=FanOut(door.holder, node.config.fan_out),
+        ),
+        host=node.config.http_host,
+        port=node.config.http_port,
+        certificate=certificate,
+        middlewares=[door.middleware],
+    )
 
 
 def _start_heart(

@@ -6,7 +6,7 @@ A node's loop writes it; its other threads (dashboard, relay's answers) read by 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +22,7 @@ from protocol.ledger import LedgerState
 from protocol.ledger_memory import LedgerMemory, LedgerSubmission, SubmissionState
 from protocol.records import Batch, Manifest, Submission, Trained, Verdict
 
-AUDIT_HOT: Final = 2048
+AUDIT_HOT: Final = 1536
 """Submissions in memory; more than one entry of the ledger ever changes after it looked at them."""
 AUDIT_AT_ONCE: Final = 512
 NODE_HOT: Final = 512
@@ -85,12 +85,6 @@ def looked_at(submissions: Mapping[bytes, LedgerSubmission], key: bytes) -> Ledg
 def newest(submissions: Mapping[bytes, LedgerSubmission], count: int) -> list[bytes]:
     """Ids of the last `count` submissions that came, the newest at the end."""
     return submissions.newest(count) if isinstance(submissions, ScratchMap) else list(submissions)[-count:]
-
-
-def rollouts_of(submissions: Mapping[bytes, LedgerSubmission], keys: Iterable[bytes]) -> int:
-    """All rollouts of these submissions together."""
-    found = (looked_at(submissions, key) for key in keys)
-    return sum(one.record.rollouts for one in found if one is not None)
 
 
 def _memory(

@@ -70,6 +70,17 @@ class Scratch:
         except sqlite3.Error as error:
             raise DataDirError(f"cannot write the replay's memory: {error}", hint="df -h") from error
 
+    def read(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        """Rows of one short query. Raises DataDirError."""
+        try:
+            with self.lock:
+                return self.db.execute(query, values).fetchall()
+        except sqlite3.DatabaseError as error:
+            raise DataDirError(
+                f"cannot read what the replay of the ledger remembers: {error}",
+                hint="look at the disk (df -h; dmesg), then start again: it is made anew from the ledger",
+            ) from error
+
     def keep(self, one: ScratchMap[Any, Any]) -> None:
         """Let a map's oldest objects be written whenever things are settled."""
         self._maps.append(one)
@@ -154,9 +165,7 @@ class ScratchMap(MutableMapping[K, V], Generic[K, V]):
 
     def __contains__(self, key: object) -> bool:
         with self._lock:
-            if key in self._hot:
-                return True
-            return self._db.execute(f"SELECT 1 FROM {self._name} WHERE key = ?", (key,)).fetchone() is not None
+            return key in self._hot or bool(self._scratch.read(f"SELECT 1 FROM {self._name} WHERE key = ?", key))
 
     def __len__(self) -> int:
         return self._count
@@ -175,7 +184,7 @@ class ScratchMap(MutableMapping[K, V], Generic[K, V]):
         """The last `count` keys that came, the newest at the end."""
         query = f"SELECT place, key FROM {self._name} ORDER BY place DESC LIMIT ?"
         with self._lock:
-            found = [*self._db.execute(query, (count,)), *((place, key) for key, place in self._new.items())]
+            found = [*self._scratch.read(query, count), *((place, key) for key, place in self._new.items())]
         return [key for _, key in sorted(found, key=itemgetter(0))[-count:]]
 
     def pairs(self) -> Iterator[tuple[K, V]]:
@@ -196,10 +205,10 @@ class ScratchMap(MutableMapping[K, V], Generic[K, V]):
             self._limit = len(self._hot) + PATIENCE * self._scratch.at_once
 
     def _read(self, key: K) -> V:
-        row = self._db.execute(f"SELECT value FROM {self._name} WHERE key = ?", (key,)).fetchone()
-        if row is None:
+        found = self._scratch.read(f"SELECT value FROM {self._name} WHERE key = ?", key)
+        if not found:
             raise KeyError(key)
-        return self._decode(row[0])
+        return self._decode(found[0][0])
 
     def _heat(self, key: K, value: V) -> None:
         self._hot[key] = value
@@ -234,7 +243,8 @@ class ScratchMap(MutableMapping[K, V], Generic[K, V]):
         place = -1
         while True:
             with self._lock:
-                rows = [(at, key, self._hot.get(key, value)) for at, key, value in self._db.execute(query, (place,))]
+                found = self._scratch.read(query, place)
+                rows = [(at, key, self._hot.get(key, value)) for at, key, value in found]
             if not rows:
                 return
             yield from rows
@@ -274,10 +284,7 @@ class ScratchSet:
         scratch.make(f"CREATE TABLE {name} (digest BLOB PRIMARY KEY) WITHOUT ROWID")
 
     def __contains__(self, digest: object, /) -> bool:
-        if digest in self._hot:
-            return True
-        with self._scratch.lock:
-            return self._db.execute(f"SELECT 1 FROM {self._name} WHERE digest = ?", (digest,)).fetchone() is not None
+        return digest in self._hot or bool(self._scratch.read(f"SELECT 1 FROM {self._name} WHERE digest = ?", digest))
 
     def add(self, digest: bytes, /) -> None:
         self._hot.add(digest)
@@ -328,4 +335,4 @@ class ScratchTips:
                 start += (row - self._rows) * self._each
                 return bytes(self._new[start : start + TIP_BYTES])
             query = f"SELECT substr(tips, ?, {TIP_BYTES}) FROM {self._name} WHERE row = ?"
-            return bytes(self._db.execute(query, (start + 1, row)).fetchone()[0])
+            return bytes(self._scratch.read(query, start + 1, row)[0][0])

@@ -175,6 +175,17 @@ def test_a_disk_that_takes_nothing_is_named(tmp_path):
         node_memory(tmp_path / "nowhere")
 
 
+def test_a_file_that_cannot_be_read_any_more_is_named(scratch, tmp_path):
+    numbers = numbers_in(scratch)
+    for key in range(100):
+        numbers[key] = [key]
+        scratch.settle()
+    scratch.db.execute("DROP TABLE numbers")
+    for ask in (lambda: numbers[0], lambda: numbers.look(0), lambda: 0 in numbers, lambda: list(numbers)):
+        with pytest.raises(DataDirError, match="replay"):
+            ask()
+
+
 def test_what_an_earlier_process_left_is_no_part_of_the_replay(ledger, tmp_path):
     for _ in range(2):
         with on_disk(tmp_path) as state:
