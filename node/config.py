@@ -93,7 +93,7 @@ class NodeConfig(Struct, frozen=True, kw_only=True):
         str,
         Meta(
             max_length=256,
-            pattern=r"^(https://[^/\s]+/?)?$",
+            pattern=r"^(https://[^/\s]+/?)?\Z",
             description="URL under which others reach that HTTPS server; empty: https://<address>:<http_port>.",
         ),
     ] = ""
@@ -115,7 +115,7 @@ class NodeConfig(Struct, frozen=True, kw_only=True):
         "float32"
     )
     device: Annotated[
-        str, Meta(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$", description="Where the policy is run: cpu, cuda or cuda:<n>.")
+        str, Meta(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)\Z", description="Where the policy is run: cpu, cuda or cuda:<n>.")
     ] = "cpu"
     engine: Annotated[
         Literal["torch", "transformers", "vllm"],
@@ -131,7 +131,7 @@ class NodeConfig(Struct, frozen=True, kw_only=True):
     max_memory: Annotated[
         str,
         Meta(
-            pattern=r"^([0-9]{1,6}(\.[0-9]{1,3})?(MB|GB|MiB|GiB))?$",
+            pattern=r"^([0-9]{1,6}(\.[0-9]{1,3})?(MB|GB|MiB|GiB))?\Z",
             description="Memory that the compute process may take for policy and answers, for example 8GiB: the "
             "device's, or this machine's on a CPU. Empty: most of what is free.",
         ),
@@ -230,7 +230,7 @@ class NodeConfig(Struct, frozen=True, kw_only=True):
         str,
         Meta(
             max_length=100,
-            pattern=r"^(\S+:[0-9]{1,5})?$",
+            pattern=r"^(\S+:[0-9]{1,5})?\Z",
             description="Address and port at which /metrics and /health are served to other machines too, for example "
             "0.0.0.0:9464. Empty: on the status port of 127.0.0.1 alone.",
         ),

@@ -13,7 +13,7 @@ from protocol.identity import PeerId
 if TYPE_CHECKING:
     from node.config import NodeConfig
 
-_WEBHOOK: Final = re.compile(r"^(https://[^\s/]+|http://(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?)(/\S*)?$")
+_WEBHOOK: Final = re.compile(r"^(https://[^\s/]+|http://(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?)(/\S*)?\Z")
 
 
 def check_run(text: str, source: str) -> RunLink:
@@ -31,7 +31,7 @@ def check_addresses(config: NodeConfig, sources: Mapping[str, str]) -> None:
     for address in config.bootstrap:
         _check_bootstrap(address, sources["bootstrap"])
     for address in config.listen:
-        if not re.match(r"^/(ip4|ip6|dns4|dns6)/[^/]+/tcp/[0-9]+$", address):
+        if not re.match(r"^/(ip4|ip6|dns4|dns6)/[^/]+/tcp/[0-9]+\Z", address):
             raise ConfigError(
                 f"listen from {sources['listen']}: {address[:120]!r} is no TCP multiaddr",
                 hint="write /ip4/<address>/tcp/<port>, for example /ip4/0.0.0.0/tcp/8471",
@@ -43,7 +43,7 @@ def check_addresses(config: NodeConfig, sources: Mapping[str, str]) -> None:
 
 
 def _check_announce(address: str, source: str) -> None:
-    match = re.match(r"^/(ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/([0-9]+)$", address)
+    match = re.match(r"^/(ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/([0-9]+)\Z", address)
     if match is None or match[2] in ("0.0.0.0", "::") or int(match[3]) == 0:
         raise ConfigError(
             f"announce from {source}: nobody can dial {address[:120]!r}",

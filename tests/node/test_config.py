@@ -204,3 +204,19 @@ def test_webhooks_and_their_secret(config_file):
 def test_an_address_for_metrics_has_a_port(text):
     with pytest.raises(ConfigError, match="metrics_listen from --metrics-listen"):
         resolve({**GIVEN, "metrics_listen": text}, environ={})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("public_url", "https://relay.example\n"),
+        ("device", "cpu\n"),
+        ("max_memory", "8GB\n"),
+        ("metrics_listen", "127.0.0.1:9464\n"),
+        ("webhooks", ("https://hooks.example/x\n",)),
+    ],
+)
+def test_a_line_may_not_follow_a_value(name, value):
+    """Attack: what comes after the line would be in a file, a header or a command that is made of the value."""
+    with pytest.raises(ConfigError):
+        resolve({**GIVEN, name: value}, environ={})
