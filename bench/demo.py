@@ -64,6 +64,6 @@ QUICK: dict[str, Any] = {
         {"node": "slow-0", "action": "leave", "at_step": 2},
         {"node": "slow-0", "action": "join", "at_step": 4},
     ],
-    "expect": {"reward_at_least": None},
+    "expect": {"reward_at_least": None, "steps_at_least": QUICK_STEPS},
     "until": {"timeout_s": 600.0},
 }

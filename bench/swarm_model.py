@@ -34,8 +34,8 @@ CARRIED: Final = 3
 RELAY_BYTES_PER_S: Final = 1e9 / 8
 RELAY_CORES: Final = 1
 """A relay's event loop is one thread."""
-SERVING_CPU_S_PER_GB: Final = 1.36
-"""Over TLS: `python -m bench door`."""
+SERVING_CPU_S_PER_GB: Final = 0.56
+"""Over TLS, at the server: `TLS server CPU-s/GB` of `python -m bench door`."""
 PARAMETERS: Final = {"7B": 7.6e9, "32B": 32.8e9}
 BYTES_PER_PARAMETER: Final = 2
 
@@ -74,6 +74,7 @@ class Need:
     relay_messages_per_s: float
     """That reach each relay from contributors, and that it sends."""
     contributor_mb_per_step: float
+    """Of the mean contributor, newcomers among them: relays' bytes are these, and hand-ins twice more."""
     contributor_messages_per_step: float
     trainer_mbit: float
     """Of the trainer's link, both directions, over a whole step."""
@@ -125,7 +126,7 @@ def need(constants: Constants, contributors: int, policy: str) -> Need:
         relay_cpu_share=busy_s / relays / STEP_S,
         relay_messages_per_s=(said + contributors * constants.relay_messages_per_s) / relays,
         contributor_messages_per_step=said * STEP_S / contributors,
-        contributor_mb_per_step=(patch + constants.contributor_bytes_per_s * STEP_S + hand_ins / contributors) / 1e6,
+        contributor_mb_per_step=(sent + waiting + hand_ins) / contributors / 1e6,
         trainer_mbit=trainer * 8e-6 / STEP_S,
         trainer_share_of_relays=of_relays / trainer,
     )

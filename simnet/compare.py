@@ -24,6 +24,9 @@ MAX_REPORT_BYTES: Final = 64 << 20
 NOTABLE: Final = 0.05
 """A smaller change than this share is nobody's gain or loss: two runs of one scenario differ by as much."""
 
+MOST: Final = 2**53
+"""Of any figure: more is nothing that was counted or timed, and would overflow in sums."""
+
 MIN_SHOWN_SHARE: Final = 0.01
 """Of its time that a role waited for something."""
 
@@ -92,9 +95,22 @@ def load_report(path: Path) -> Report:
                 f"{path} has format {found}, and this version reads {FORMAT}",
                 hint="run the scenario again with this version: intellect-node simnet run NAME",
             )
-        return msgspec.json.decode(data, type=Report, strict=False)
+        report = msgspec.json.decode(data, type=Report, strict=False)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not a simulation's report: {str(error)[:200]}") from error
+    place = _beyond(msgspec.to_builtins(report), "")
+    if place:
+        raise ConfigError(f"{path} is not a simulation's report: {place[1:81]} is more than anybody counts or times")
+    return report
+
+
+def _beyond(value: Any, place: str) -> str:
+    """Where a number lies that no simulation gives; empty where there is none."""
+    if isinstance(value, dict):
+        return next(filter(None, (_beyond(inner, f"{place}.{key}") for key, inner in value.items())), "")
+    if isinstance(value, list):
+        return next(filter(None, (_beyond(inner, place) for inner in value)), "")
+    return place if isinstance(value, int | float) and not -MOST <= value <= MOST else ""
 
 
 def write_comparison(comparison: Comparison, path: Path) -> None:

@@ -23,6 +23,7 @@ from simnet.tools import run_tool
 log = logging.getLogger(__name__)
 
 BALLAST: Final = ".ballast"
+MAX_PROBLEM_CHARS: Final = 300
 
 
 class Disks:
@@ -73,14 +74,19 @@ class Disks:
             _limit_files(pids, 0)
 
     def close(self) -> None:
-        """Put what was written in the place of what was mounted; nothing is raised."""
+        """Put what was written in the place of what was mounted; nothing is raised, but noted."""
         while self._mounted:
             with shielded():  # an interrupt comes between two disks, and whoever closes again does the others
-                _put_away(self._mounted.popitem()[1])
+                node, directory = self._mounted.popitem()
+                if problem := _put_away(directory):
+                    self.notes += (f"what {node} wrote could not be copied from its disk in memory: {problem}",)
 
 
-def _put_away(directory: Path) -> None:
-    """Have a directory hold by itself what the file system mounted there holds, which is unmounted in any case."""
+def _put_away(directory: Path) -> str:
+    """Have a directory hold by itself what the file system mounted there holds, which is unmounted in any case.
+
+    Returns what went wrong, or nothing. The directory is empty then: half a database tells of less than was there.
+    """
     kept = directory.with_name(f"{directory.name}.kept")
     try:
         try:
@@ -91,6 +97,8 @@ def _put_away(directory: Path) -> None:
         kept.rename(directory)
     except (OSError, shutil.Error, NodeError) as error:
         log.warning("a disk could not be put away directory=%s error=%s", directory, error)
+        return str(error)[:MAX_PROBLEM_CHARS] or type(error).__name__
+    return ""
 
 
 def sweep() -> None:

@@ -8,18 +8,39 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Final, Literal, Protocol
 
-from simnet.scenario import Fault
-from simnet.timeline import undone
+from simnet.scenario import Action, Fault
+from simnet.timeline import UNDO, undone
 
-Apply = Callable[[Fault], bool]
-"""Does to a node what a fault says; False when it has to be tried again."""
+Struck = Literal["struck", "not yet", "missed"]
+"""What came of a fault: done; to be tried again; or nothing, as its node was not there."""
+Apply = Callable[[Fault], Struck]
+"""Does to a node what a fault says."""
+_UNDOING: Final = frozenset(UNDO.values()) - frozenset(UNDO)
+
+
+class Deed(Protocol):
+    """A fault that is planned, or the mark of one that struck."""
+
+    @property
+    def action(self) -> Action: ...
+
+    @property
+    def seconds(self) -> float | None: ...
+
+
+def undoes(deed: Deed) -> bool:
+    """Whether it takes a fault back, rather than being one: a clock goes back to what it was by `clock` too."""
+    return deed.action in _UNDOING or (deed.action == "clock" and not deed.seconds)
 
 
 class FaultPlan:
     """The faults still to come, a queue for each node."""
 
     def __init__(self, faults: Iterable[Fault]) -> None:
+        self.missed: list[Fault] = []
+        """Those whose moment came when their node was not there: they were left out, and are not undone."""
         self._queues: dict[str, deque[Fault]] = {}
         for fault in faults:
             self._queues.setdefault(fault.node, deque()).append(fault)
@@ -28,8 +49,11 @@ class FaultPlan:
         """Apply every fault that is due; those that were applied, in the order in which they were."""
         done = []
         for queue in self._queues.values():
-            while queue and _due(queue[0], step, elapsed_s) and apply(queue[0]):
+            while queue and _due(queue[0], step, elapsed_s) and (struck := apply(queue[0])) != "not yet":
                 fault = queue.popleft()
+                if struck == "missed":
+                    self.missed.append(fault)
+                    continue
                 done.append(fault)
                 self._begin(fault, queue, elapsed_s)
         return done

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -27,6 +28,7 @@ from protocol.errors import MalformedError, NodeError
 from protocol.identity import PeerId
 from simnet.commands import Commands, Launch, ShortCommands, environment_of
 from simnet.disks import Disks
+from simnet.faults import Struck, undoes
 from simnet.interrupts import shielded
 from simnet.meddle import Control, write_control, write_hook
 from simnet.network import LOOPBACK, make_network
@@ -44,6 +46,18 @@ LEAVE_TIMEOUT_S = 90.0
 DISK_FULL = "disk-full"
 SERVING = ("relay", "trainer", "hostile")
 _PORTS = range(20_000, 32_000)  # below the range from which systems pick ports of outgoing connections
+
+
+@dataclass(frozen=True)
+class Past:
+    """A process of a node that has ended; the times are wall-clock milliseconds."""
+
+    pid: int
+    started_ms: int
+    ended_ms: int
+    """At the latest: when that was noticed."""
+    exit_code: int
+    ended_by: str
 
 
 @dataclass
@@ -66,6 +80,10 @@ class Member:
     """At which others reach it, if it is a relay."""
     started_s: float = 0.0
     """Monotonic time at which the latest process began."""
+    started_ms: int = 0
+    """The same in wall-clock milliseconds."""
+    past: deque[Past] = field(default_factory=deque)
+    """Its earlier processes, oldest first; whoever records them takes them out."""
     control: Control = field(default_factory=Control)
     """What is wrong with its clock and disk."""
     inside: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -95,6 +113,11 @@ class Member:
     @property
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
+
+    @property
+    def gone(self) -> bool:
+        """Whether its process has ended by itself: not for a plan that has it come back or stay away."""
+        return self.process is not None and not self.running and self.ended_by not in ("kill", "leave")
 
     @property
     def answers(self) -> bool:
@@ -180,6 +203,7 @@ class Fleet:
     def start(self, name: str) -> None:
         """Start a node's process; its output is appended to its log."""
         member = self.members[name]
+        _bury(member)
         (member.data_dir / "status.url").unlink(missing_ok=True)
         command = self._network.wrap(name, self._commands.start(member.plan, self._launch(member)))
         with member.log_path.open("ab") as output, shielded():
@@ -193,16 +217,21 @@ class Fleet:
                 start_new_session=True,
             )
             member.ended_by = ""
-        member.started_s = time.monotonic()
+        member.started_s, member.started_ms = time.monotonic(), time.time_ns() // 1_000_000
         self._disks.begun(name, [member.process.pid])
         if member.plan.nice:
             with suppress(ProcessLookupError, PermissionError):
                 os.setpriority(os.PRIO_PROCESS, member.process.pid, member.plan.nice)
         log.info("node started name=%s pid=%d", name, member.process.pid)
 
-    def apply(self, fault: Fault) -> bool:
-        """Do what a fault says; False while it cannot be done yet (a join while the node still leaves)."""
+    def apply(self, fault: Fault) -> Struck:
+        """Do what a fault says. "not yet": a join while the node still leaves, or a leave before it takes signals.
+
+        "missed", and nothing is done: the node is not there to be struck. Whatever undoes a fault is always done.
+        """
         member = self.members[fault.node]
+        if member.gone and not undoes(fault):
+            return "missed"
         if fault.action in ("partition", "heal"):
             self._network.part(fault.node, fault.side)
         elif fault.action in ("clock", "disk-slow", "disk-normal"):
@@ -211,11 +240,13 @@ class Fleet:
             self._fill(member, full=fault.action == "disk-full")
         elif fault.action == "join":
             return self._join(member)
+        elif not member.running or member.process is None:
+            return "struck" if undoes(fault) else "missed"
         elif fault.action == "leave" and not self._can_leave(member):
-            return False
-        elif member.running and member.process is not None:
+            return "not yet"
+        else:
             self._signal(member, member.process.pid, fault)
-        return True
+        return "struck"
 
     def reap(self) -> None:
         """Look who runs and what it uses, and remember their descendants."""
@@ -295,15 +326,15 @@ class Fleet:
             return (self.bootstrap.multiaddr,)
         return tuple(relays) if member.process else ()
 
-    def _join(self, member: Member) -> bool:
+    def _join(self, member: Member) -> Struck:
         if member.running:
-            return False
+            return "not yet"
         self.start(member.plan.name)
-        return True
+        return "struck"
 
     def _can_leave(self, member: Member) -> bool:
         """Whether a node takes the signal as it should: before that, Python itself would end it with an error."""
-        return not member.running or member.answers or time.monotonic() - member.started_s > LEAVE_TIMEOUT_S
+        return member.answers or time.monotonic() - member.started_s > LEAVE_TIMEOUT_S
 
     def _meddle(self, member: Member, fault: Fault) -> None:
         """Change what is wrong with a node's clock or disk; its process sees it within a moment."""
@@ -389,6 +420,13 @@ class Fleet:
 
     def _left_over(self) -> set[ProcessKey]:
         return ProcessTable().alive(key for member in self.members.values() for key in member.offspring)
+
+
+def _bury(member: Member) -> None:
+    """Remember how a node's process ended, before the next one takes its place."""
+    if member.process is not None and (code := member.process.poll()) is not None:
+        ended_ms = time.time_ns() // 1_000_000
+        member.past.append(Past(member.process.pid, member.started_ms, ended_ms, code, member.ended_by))
 
 
 def free_ports(count: int) -> list[int]:

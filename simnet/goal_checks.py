@@ -1,12 +1,13 @@
 """Goals of a scenario that no run of its recipe can meet, whatever happens: refused before anything starts.
 
-What may be met is left alone: by when a run gets somewhere in seconds, nobody knows beforehand.
+What may be met is left alone: by when a run gets somewhere in seconds nobody knows beforehand, but that it gets nowhere
+before its first processes have loaded.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -22,6 +23,9 @@ MOST_REWARD: Final[Mapping[str, float]] = {name: 1.0 for name in BUILT_IN if nam
 """Of environments that come with the program; a taskset of verifiers weighs its rewards as it likes."""
 LEAST_DISK_MB: Final = (LEAST_DISK_BYTES >> 20) + 8
 """A node refuses to start with less room, beside what is written before it starts."""
+SOONEST_WORK_S: Final = 3.0
+"""So soon after the first process began nothing has been handed in, judged or trained on any machine: one program after
+another has to be loaded with its libraries, and then a policy published."""
 _IN_WORK: Final = ("running", "whole", "normal")
 
 
@@ -41,11 +45,11 @@ def check_disks(scenario: Scenario) -> None:
             )
 
 
-def check_goals(scenario: Scenario, recipe: Recipe) -> None:
+def check_goals(scenario: Scenario, recipe: Recipe, *, seed: int) -> None:
     """Refuse goals out of reach: of rewards, of accepted work, and of steps without the nodes that these need."""
     _check_rewards(scenario, recipe)
     _check_accepted(scenario, recipe)
-    _check_nodes_that_stay(scenario, recipe)
+    _check_nodes_that_stay(scenario, recipe, seed=seed)
 
 
 def _numbers(value: Any, place: str) -> Iterator[tuple[str, float]]:
@@ -90,40 +94,118 @@ def _check_accepted(scenario: Scenario, recipe: Recipe) -> None:
             )
 
 
-def _check_nodes_that_stay(scenario: Scenario, recipe: Recipe) -> None:
-    """Without the last node of a role there is no further step, but for what is on its way to the trainer."""
-    wanted = _last_step_wanted(scenario, recipe)
-    on_its_way = recipe.batch.max_staleness + 1
-    gone = _gone_for_good(plan_faults(scenario, seed=0))
-    for role in ("trainer", "relay", "validator", "inference"):
-        names = [plan.name for plan in scenario.nodes() if plan.role == role and not plan.cheat]
-        if not names or any(name not in gone for name in names):
-            continue
-        last = max(names, key=gone.__getitem__)
-        if wanted > gone[last] + (0 if role == "trainer" else on_its_way):
-            whom = last if len(names) == 1 else f"all {len(names)} honest nodes with the role {role}"
-            raise ConfigError(
-                f"scenario {scenario.name!r}: step {wanted} is to be reached, but from step {gone[last]} on there is "
-                f"no {role} any more: {whom} will be gone for good",
-                hint="give the fault a for_s, add one that undoes it, or expect fewer steps",
-            )
-
-
 def _last_step_wanted(scenario: Scenario, recipe: Recipe) -> int:
     until = scenario.until
     to_end = until.step if until.step is not None else recipe.batch.total_steps if until.finished else 0
     return max(scenario.expect.steps_at_least or 0, to_end)
 
 
-def _gone_for_good(faults: tuple[Fault, ...]) -> dict[str, int]:
-    """Nodes that something takes out of the run at a step and nothing brings back, and that step."""
-    ill: dict[tuple[str, str], int | None] = {}
+def _check_anybody(scenario: Scenario, wanted: int) -> None:
+    honest = any(plan.role == "inference" and plan.cheat is None for plan in scenario.nodes())
+    if wanted and not honest:
+        raise ConfigError(
+            f"scenario {scenario.name!r}: step {wanted} is to be reached, but its fleet has no honest contributor to "
+            "train on",
+            hint='add [[fleet]] role = "inference", or set [until] finished = false and a timeout_s',
+        )
+
+
+def _check_nodes_that_stay(scenario: Scenario, recipe: Recipe, *, seed: int) -> None:
+    """Without the last node of a role there is no further step, but for what is on its way to the trainer."""
+    wanted = _last_step_wanted(scenario, recipe)
+    _check_anybody(scenario, wanted)
+    gone = gone_for_good(scenario, plan_faults(scenario, seed))
+    _check_trainer(scenario, gone)
+    for role, names, needed in _needed(scenario, recipe):
+        step = _lost_at(names, needed, gone)
+        if step is None:
+            continue
+        on_its_way = 0 if role == "trainer" or step == 0 else recipe.batch.max_staleness + 1
+        if wanted > step + on_its_way:
+            few = f"is no {role} any more" if needed == 1 else f"are fewer than {needed} {role}s"
+            raise ConfigError(
+                f"scenario {scenario.name!r}: step {wanted} is to be reached, but {_from(step)} there {few}: "
+                f"{_named(names, gone)} will be gone for good",
+                hint="give the fault a for_s, add one that undoes it, or expect fewer steps",
+            )
+
+
+def _check_trainer(scenario: Scenario, gone: Mapping[str, Fault]) -> None:
+    """A simulation whose trainer has been ended before the run has failed, whatever it was to wait for."""
+    (trainer,) = (plan.name for plan in scenario.nodes() if plan.role == "trainer")
+    fault = gone.get(trainer)
+    step = None if fault is None or fault.action not in ("kill", "leave") else newest_step(fault)
+    if step is not None:
+        raise ConfigError(
+            f"scenario {scenario.name!r}: {_from(step)} there is no trainer any more: {trainer} will be gone for good, "
+            "and the simulation fails without it",
+            hint="give the fault a for_s, or add one that undoes it",
+        )
+
+
+def _needed(scenario: Scenario, recipe: Recipe) -> Iterator[tuple[str, list[str], int]]:
+    """Roles without which no step is made: the nodes that have one, and how many of these it takes."""
+    plans = scenario.nodes()
+    for role in ("trainer", "relay", "validator", "inference"):
+        honest = [plan.name for plan in plans if plan.role == role and not plan.cheat]
+        if honest:
+            yield role, honest, 1
+    yield "validator", [plan.name for plan in plans if plan.role == "validator"], recipe.quorum
+
+
+def _lost_at(names: list[str], needed: int, gone: Mapping[str, Fault]) -> int | None:
+    """The newest step that may be reached while enough of these are there; nothing where nobody knows, or they stay."""
+    steps = sorted(step for name in names if name in gone and (step := newest_step(gone[name])) is not None)
+    too_many = len(names) - needed  # so many may go
+    return steps[too_many] if len(steps) > too_many else None
+
+
+def _from(step: int) -> str:
+    return f"from step {step} on" if step else "before any step"
+
+
+def _named(names: list[str], gone: Mapping[str, Fault]) -> str:
+    lost = [name for name in names if name in gone]
+    return lost[0] if len(lost) == 1 else f"{len(lost)} of {len(names)} nodes ({', '.join(lost[:3])} …)"
+
+
+def newest_step(fault: Fault) -> int | None:
+    """The newest step that a run may be at when a fault strikes; nothing where that depends on its pace."""
+    if fault.at_step is not None:
+        return fault.at_step
+    return 0 if fault.at_s is not None and fault.at_s < SOONEST_WORK_S else None
+
+
+def gone_for_good(scenario: Scenario, faults: Iterable[Fault]) -> dict[str, Fault]:
+    """Nodes that something takes out of the run and nothing brings back, and the first fault that does so."""
+    ill: dict[tuple[str, str], Fault] = {}
     for fault in faults:
         effect = EFFECTS[fault.action]
         if effect.on not in ("process", "network", "space") or fault.for_s is not None:
             continue
         ill.pop((fault.node, effect.on), None)
         if effect.after not in _IN_WORK:
-            ill[fault.node, effect.on] = fault.at_step
-    known = [(node, step) for (node, _), step in ill.items() if step is not None]
-    return {node: min(step for other, step in known if other == node) for node, _ in known}
+            ill[fault.node, effect.on] = fault
+    lasting = [(node, fault) for (node, on), fault in ill.items() if on != "network"]
+    lasting += _cut_off(scenario, {node: fault for (node, on), fault in ill.items() if on == "network"})
+    found: dict[str, Fault] = {}
+    for node, fault in lasting:
+        if node not in found or _moment(fault) < _moment(found[node]):
+            found[node] = fault
+    return found
+
+
+def _cut_off(scenario: Scenario, parted: Mapping[str, Fault]) -> Iterator[tuple[str, Fault]]:
+    """Nodes that stay on another side than the trainer does, with what parts them."""
+    names = {plan.name: plan.role for plan in scenario.nodes()}
+    trainer = next(name for name, role in names.items() if role == "trainer")
+    sides = {name: fault.side for name, fault in parted.items()}
+    for name in names:
+        if sides.get(name, "") != sides.get(trainer, ""):
+            yield name, min((parted[one] for one in (name, trainer) if one in parted), key=_moment)
+
+
+def _moment(fault: Fault) -> float:
+    """For faults of one node: the earlier, the less; those whose step nobody knows come last."""
+    step = newest_step(fault)
+    return math.inf if step is None else step

@@ -6,19 +6,21 @@ before they have all of it: what came before it was sent, by these times, is lef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Final
 
 from msgspec import Struct
 
-from simnet.gather import NodeRecord
+from simnet.gather import NodeRecord, Recording
 from simnet.oracles.books import Books, SubmissionSeen
 from simnet.oracles.judgement import Evidence
 from simnet.oracles.logs import CheckpointSeen
 
 SPEED_BINS: Final = 40
+MISSED_AFTER_S: Final = 60.0
+"""A checkpoint that was published so shortly before the end may still have been on its way."""
 STEPS_A_BIN: Final = 5
 """As many as there are usually, at least: fewer would show single steps and not a speed."""
 
@@ -37,6 +39,8 @@ class Hop(Struct):
     longest_s: float | None
     left_out: int = 0
     """What came before it was sent."""
+    missing: int = 0
+    """What some node that was there all the while never came to, nor to a newer one."""
 
 
 class Speed(Struct):
@@ -124,7 +128,7 @@ def _rollout_hops(books: Books) -> list[Hop]:
 
 def _checkpoint_hops(evidence: Evidence) -> list[Hop]:
     seen = evidence.checkpoints
-    last = [_held_by_all(one, seen, evidence.recording.nodes) for one in seen]
+    last = [_held_by_all(one, seen, evidence.recording) for one in seen]
     first = [min(one.at_relays.values(), default=None) for one in seen]
     published = [one.published_ms for one in seen]
     ways = (
@@ -133,20 +137,47 @@ def _checkpoint_hops(evidence: Evidence) -> list[Hop]:
         ("first relay → last node", first, last),
         ("published → last node", published, last),
     )
-    return [_hop("checkpoint", name, zip(start, stop, strict=True)) for name, start, stop in ways if seen]
+    hops = [_hop("checkpoint", name, zip(start, stop, strict=True)) for name, start, stop in ways if seen]
+    for hop in hops[2:]:
+        hop.missing = sum(_was_missed(one, seen, evidence.recording) for one in seen)
+    return hops
 
 
-def _held_by_all(one: CheckpointSeen, seen: Sequence[CheckpointSeen], nodes: Iterable[NodeRecord]) -> int | None:
+def _held_by_all(one: CheckpointSeen, seen: Sequence[CheckpointSeen], recording: Recording) -> int | None:
     """When the last node that was there all the while held it, or a newer one in its place; None: not all came to."""
-    later = [other for other in seen if other.step >= one.step]
     times = []
-    for node in nodes:
-        if node.role not in ("inference", "validator") or not any(other.held.get(node.name) for other in seen):
-            continue
-        at_ms = min((other.held[node.name] for other in later if node.name in other.held), default=None)
+    for node in _holders(recording):
+        at_ms = _held_ms(node, one, seen)
+        if at_ms is None and _was_there(node, one.published_ms, _end_ms(recording)):
+            return None
         if at_ms is not None and _was_there(node, one.published_ms, at_ms):
             times.append(at_ms)
     return max(times, default=None)
+
+
+def _was_missed(one: CheckpointSeen, seen: Sequence[CheckpointSeen], recording: Recording) -> bool:
+    """Whether a node never held it, nor a newer one, though it was there until the end and had the time."""
+    end_ms = _end_ms(recording)
+    return end_ms - one.published_ms >= 1000 * MISSED_AFTER_S and any(
+        _held_ms(node, one, seen) is None and _was_there(node, one.published_ms, end_ms) for node in _holders(recording)
+    )
+
+
+def _holders(recording: Recording) -> Iterator[NodeRecord]:
+    """Nodes that are to hold every policy; of cheats some never want one, and an evicted node gets none."""
+    for node in recording.nodes:
+        if node.role in ("inference", "validator") and not node.cheat:
+            yield node
+
+
+def _held_ms(node: NodeRecord, one: CheckpointSeen, seen: Sequence[CheckpointSeen]) -> int | None:
+    later = (other.held.get(node.name) for other in seen if other.step >= one.step)
+    return min((at_ms for at_ms in later if at_ms is not None), default=None)
+
+
+def _end_ms(recording: Recording) -> int:
+    """Of the run: what nodes do after its outcome is known is no part of it."""
+    return recording.over_ms or recording.ended_ms or recording.started_ms
 
 
 def _was_there(node: NodeRecord, from_ms: int, until_ms: int) -> bool:

@@ -92,6 +92,11 @@ def hops(report: Report) -> str:
     left_out = sum(hop.left_out for hop in report.hops)
     if left_out:
         parts.append(f'<p class="aside">{left_out} left out: they came before all was sent, or clocks differ.</p>')
+    missing = max((hop.missing for hop in report.hops), default=0)
+    if missing:
+        parts.append(
+            f'<p class="aside">{missing} checkpoints never came to some node that was there until the end.</p>'
+        )
     return "".join(parts)
 
 

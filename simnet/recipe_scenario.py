@@ -27,6 +27,7 @@ def around(recipe_file: Path) -> dict[str, Any]:
     """The tables of a scenario that runs a recipe as it is. Raises ConfigError where the recipe is none."""
     recipe = load_recipe(recipe_file)
     run: dict[str, Any] = {"recipe": str(recipe_file), "name": recipe.name, "overrides": _opened(recipe)}
+    steps, short_steps = recipe.batch.total_steps, min(SHORT_STEPS, recipe.batch.total_steps)
     judges = "1 validator" if recipe.quorum == 1 else f"{recipe.quorum} validators"
     return {
         "title": f"The recipe {recipe.name} by itself, with the usual small fleet: "
@@ -39,10 +40,11 @@ def around(recipe_file: Path) -> dict[str, Any]:
             {"role": "inference", "count": CONTRIBUTORS},
         ],
         "until": {"timeout_s": TIMEOUT_S},
-        "expect": {"honest_rejected": 0, "unexpected_exits": 0},
+        "expect": {"steps_at_least": steps, "honest_rejected": 0, "unexpected_exits": 0},
         "short": {
-            "run": {"overrides": {"batch": {"total_steps": min(SHORT_STEPS, recipe.batch.total_steps)}}},
+            "run": {"overrides": {"batch": {"total_steps": short_steps}}},
             "until": {"timeout_s": SHORT_TIMEOUT_S},
+            "expect": {"steps_at_least": short_steps},
         },
     }
 

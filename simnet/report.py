@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Final
 
 from protocol.atomic import write_atomically
 from simnet.expectations import judge
+from simnet.fleet import DISK_FULL
 from simnet.gather import Contributor, EvaluationSeen, Life, NodeRecord, Outcome, Recording, as_json
 from simnet.hops import hops_of, throughput_of
 from simnet.oracles import Evidence, judge_all
@@ -19,6 +21,10 @@ from simnet.page import render_page
 from simnet.summary import FORMAT, Downloads, NodeSummary, Report, Traffic
 from simnet.waits import waits_of
 
+FULL_DISK_CODE: Final = 1
+"""With which a node ends that finds no room as it starts."""
+IMITATED_DISKS: Final = "full disks are imitated"
+"""How the note begins that says so (simnet.disks)."""
 GOOD_OUTCOMES: tuple[Outcome, ...] = ("finished", "reached")
 
 
@@ -34,7 +40,6 @@ def build_report(recording: Recording, evidence: Evidence | None = None) -> Repo
     contributors = {contributor.peer_id: contributor for contributor in trainer.contributors}
     honest = [_of(contributors, node) for node in recording.nodes if node.role == "inference" and not node.cheat]
     cheats = [_of(contributors, node) for node in recording.nodes if node.role == "inference" and node.cheat]
-    busy_s = trainer.wait_s + trainer.train_s
     evaluations = sorted(trainer.evaluations, key=lambda one: one.step)
     report = Report(
         format=FORMAT,
@@ -44,11 +49,11 @@ def build_report(recording: Recording, evidence: Evidence | None = None) -> Repo
         seed=recording.seed,
         outcome=recording.outcome,
         problem=recording.problem,
-        notes=recording.notes,
+        notes=[*recording.notes, *(evidence.books.notes if evidence.books else ())],
         passed=False,
         started_ms=recording.started_ms,
         wall_s=_wall_s(recording),
-        steps=len(reward),
+        steps=max(len(reward), _trained(evidence)),
         total_steps=trainer.total_steps,
         reward=reward,
         evaluations=evaluations,
@@ -64,7 +69,7 @@ def build_report(recording: Recording, evidence: Evidence | None = None) -> Repo
         cheats_accepted=sum(contributor.accepted for contributor in cheats),
         liars_overruled=_liars_overruled(recording, evidence),
         judges={evidence.name_of(one.peer_id): one for one in evidence.books.judges} if evidence.books else {},
-        trainer_wait_fraction=trainer.wait_s / busy_s if busy_s > 0 else None,
+        trainer_wait_fraction=_trainer_wait_fraction(recording),
         bytes_by_relay={node.name: _traffic(node) for node in recording.nodes if node.role == "relay"},
         weights_from_relays_only=_weights_from_relays_only(recording),
         downloads=_downloads(recording),
@@ -106,6 +111,20 @@ def write_report(recording: Recording, out_dir: Path) -> tuple[Report, Path]:
     path = out_dir / "report.json"
     write_atomically(path, as_json(report) + b"\n", sync=False)
     return report, path
+
+
+def _trained(evidence: Evidence) -> int:
+    """Steps by the ledger: a trainer that could not be asked for a while has shown others by then."""
+    steps = evidence.books.steps if evidence.books else []
+    return len({one.step for one in steps if one.trained_ms is not None})
+
+
+def _trainer_wait_fraction(recording: Recording) -> float | None:
+    """Over all lives of the trainer: each begins to count anew, and one that was killed lacks its last moments."""
+    lives = [life for node in recording.nodes if node.role == "trainer" for life in node.lives]
+    accounts = [life.status.details for life in lives if life.status]
+    busy_s = sum(one.wait_s + one.train_s for one in accounts)
+    return sum(one.wait_s for one in accounts) / busy_s if busy_s > 0 else None
 
 
 def _wall_s(recording: Recording) -> float:
@@ -167,16 +186,29 @@ def _weights_from_relays_only(recording: Recording) -> bool | None:
 
 
 def _unexpected_exits(recording: Recording, contributors: dict[str, Contributor]) -> Iterable[str]:
+    imitated = any(note.startswith(IMITATED_DISKS) for note in recording.notes)
     for node in recording.nodes:
         evicted = _of(contributors, node).standing == "evicted"
         for life in node.lives:
-            if _was_unexpected(life, evicted=evicted, finished=recording.outcome in GOOD_OUTCOMES):
+            if life.ended_ms is None:
+                continue
+            if life.ended_by == DISK_FULL:
+                unexpected = not _ended_for_room(life, imitated=imitated)
+            else:
+                unexpected = _was_unexpected(life, evicted=evicted, finished=recording.outcome in GOOD_OUTCOMES)
+            if unexpected:
                 yield f"{node.name} ended with {_code(life.exit_code)}"
 
 
+def _ended_for_room(life: Life, *, imitated: bool) -> bool:
+    """Whether a full disk explains an end: it is no place to start on, but ends no node that has come to work on it.
+
+    Where it is imitated, nodes meet an error that they do not take for a full disk.
+    """
+    return life.exit_code == FULL_DISK_CODE and (imitated or life.status is None)
+
+
 def _was_unexpected(life: Life, *, evicted: bool, finished: bool) -> bool:
-    if life.ended_ms is None:
-        return False
     if life.ended_by:  # one that leaves must do it well; at the close there is no time to ask for it
         return life.ended_by == "leave" and life.exit_code != 0
     return not evicted and not (finished and life.exit_code == 0)
@@ -226,6 +258,8 @@ def _state(life: Life | None, contributor: Contributor | None) -> str:
         return "evicted"
     if life.ended_ms is None:
         return life.status.state if life.status else "starting"
+    if life.had_to_be_killed:
+        return "killed at the close"
     if life.ended_by:
         return {"kill": "killed", "leave": "left", "close": "stopped"}.get(life.ended_by, life.ended_by)
     return "finished" if life.exit_code == 0 else _code(life.exit_code)

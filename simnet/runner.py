@@ -21,7 +21,8 @@ from protocol.errors import ConfigError, DataDirError, NodeError
 from simnet.commands import CliCommands, Commands
 from simnet.faults import FaultPlan
 from simnet.fleet import Fleet
-from simnet.gather import FaultMark, Gatherer, NodeRecord, Outcome, Recording, now_ms
+from simnet.gather import FaultMark, NodeRecord, Outcome, Recording, now_ms
+from simnet.gatherer import Gatherer
 from simnet.interrupts import interruptible
 from simnet.live import View, make_view
 from simnet.memory import available_memory_mb, check_memory, fitted, needed_memory_mb
@@ -92,7 +93,7 @@ def _recipe_of(scenario: Scenario, directory: Path, *, seed: int) -> Recipe:
     """Write the run's recipe into a directory. Raises ConfigError when the scenario and it cannot both be had."""
     write_recipe(scenario.run, directory / "recipe.toml", seed=seed)
     recipe = load_recipe(directory / "recipe.toml")
-    check_possible(scenario, recipe)
+    check_possible(scenario, recipe, seed=seed)
     return recipe
 
 
@@ -175,6 +176,8 @@ class Simulation:
             finally:
                 recording.ended_ms = now_ms()
                 self._fleet.close()
+                more = (note for note in self._fleet.notes if note not in recording.notes)
+                recording.notes += more  # of disks that could not be put away, too
             gatherer.poll()
             gatherer.read_final()
             gatherer.look_behind()
@@ -215,7 +218,7 @@ class Simulation:
         while True:
             self._round(gatherer, view)
             self._strike()
-            outcome = self._outcome()
+            outcome = self._outcome(gatherer)
             if outcome is not None:
                 return outcome
 
@@ -227,14 +230,19 @@ class Simulation:
         time.sleep(max(0.0, started_s + ROUND_S - time.monotonic()))
 
     def _strike(self) -> None:
-        step = self._recording.step
+        recording, step = self._recording, self._recording.step
         for fault in self._faults.strike(self._fleet.apply, step=step, elapsed_s=self._elapsed_s()):
-            self._recording.faults.append(FaultMark(now_ms(), step, fault.node, fault.action))
+            mark = FaultMark(now_ms(), step, fault.node, fault.action, fault.seconds, fault.sync_ms)
+            recording.faults.append(mark)
+        for fault in self._faults.missed:
+            words = f"{fault.node} was not there to {fault.action}"
+            recording.notes += [words] if words not in recording.notes else []
+        self._faults.missed.clear()
 
-    def _outcome(self) -> Outcome | None:
+    def _outcome(self, gatherer: Gatherer) -> Outcome | None:
         """How the simulation has ended, if it has."""
         until = self._scenario.until
-        if self._run_is_over():
+        if self._run_is_over(gatherer):
             return "finished"
         if until.step is not None and self._recording.step >= until.step:
             return "reached"
@@ -264,18 +272,20 @@ class Simulation:
                     hint=f"read {died.log_path}",
                 )
 
-    def _run_is_over(self) -> bool:
-        """Whether the run has finished. Raises NodeError when its trainer is gone before that."""
+    def _run_is_over(self, gatherer: Gatherer) -> bool:
+        """Whether the trainer has come to its end with every step trained. Raises NodeError when it is gone before."""
         trainer = self._fleet.of_role("trainer")[0]
         record = next(record for record in self._recording.nodes if record.role == "trainer")
-        if record.status and record.status.state == "finished":
-            return True
         if trainer.process is None or trainer.running or self._faults.will_join(trainer.plan.name):
-            return False
-        if trainer.process.returncode == 0 and not trainer.ended_by:
+            said = record.status.state if record.status else ""
+            return said == "finished" and trained_all(self._recording)
+        gatherer.read_final()  # what it did since it was last asked
+        code, details = trainer.process.returncode, self._recording.trainer
+        if code == 0 and not trainer.ended_by and trained_all(self._recording):
             return True
         raise NodeError(
-            f"{trainer.plan.name} ended with code {trainer.process.returncode}, and without it there is no run:\n"
+            f"{trainer.plan.name} ended with code {code} after {details.steps_trained or 0} of "
+            f"{details.total_steps or 'all'} steps, and without it there is no run:\n"
             f"{self._fleet.log_tail(trainer.plan.name)}",
             hint=f"read {trainer.log_path}",
         )
@@ -288,6 +298,12 @@ class Simulation:
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._started_s
+
+
+def trained_all(recording: Recording) -> bool:
+    """Whether the trainer has trained as many steps as its run has, by its own account."""
+    details = recording.trainer
+    return details.total_steps is not None and (details.steps_trained or 0) >= details.total_steps
 
 
 def _make_out_dir(out: Path) -> Path:

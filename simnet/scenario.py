@@ -8,6 +8,8 @@ Here are the schema and the reading of files. What is wrong with one beyond its 
 
 from __future__ import annotations
 
+import os
+import stat
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
@@ -19,6 +21,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from protocol.errors import ConfigError
+from simnet.names import nearest
 
 SCENARIO_DIR = Path(__file__).parent / "scenarios"
 MAX_FILE_BYTES = 256 * 1024
@@ -43,13 +46,16 @@ Action = Literal[
     "disk-slow",
     "disk-normal",
 ]
-NodeName = Annotated[str, Meta(min_length=1, max_length=24, pattern=r"^[a-z][a-z0-9-]*$")]
+NodeName = Annotated[str, Meta(min_length=1, max_length=24, pattern=r"^[a-z][a-z0-9-]*\Z")]
 Pattern = Annotated[str, Meta(min_length=1, max_length=40)]
 """A node's name, or several's with `*` in it."""
-Fraction = Annotated[float, Meta(ge=0, le=1)]
+Fraction = Annotated[float, Meta(ge=0, lt=1)]
+"""Less than the whole: a share never exceeds it, so that expecting 1 at most would ask nothing."""
 Natural = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0, le=7 * 86400)]
-Mbit = Annotated[float, Meta(gt=0, le=10_000)]
+Mbit = Annotated[float, Meta(ge=0.01, le=10_000)]
+"""10 kbit/s at least: with less, not even the handshakes are over in time."""
 
 PROCESS_ACTIONS: Final = ("kill", "stop", "continue", "leave", "join", "restart")
 
@@ -63,7 +69,7 @@ class RunPlan(Part, frozen=True, kw_only=True):
 
     recipe: str = "demo"
     """A recipe that comes with the program, or the path of a recipe file."""
-    name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")] = "simnet"
+    name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}\Z")] = "simnet"
     overrides: dict[str, Any] = {}
     """Recipe settings to replace, by their names in the recipe."""
     keep_weights: bool = True
@@ -169,9 +175,9 @@ class Expect(Part, frozen=True, kw_only=True):
 
     reward_at_least: float | None = None
     reward_gain_at_least: float | None = None
-    steps_at_least: Natural | None = None
-    accepted_at_least: Natural | None = None
-    accepted_per_honest_at_least: Natural | None = None
+    steps_at_least: Positive | None = None
+    accepted_at_least: Positive | None = None
+    accepted_per_honest_at_least: Positive | None = None
     cheats_evicted: bool | None = None
     cheats_accepted: Natural | None = None
     liars_overruled: bool | None = None
@@ -294,15 +300,40 @@ def load_scenario(
 def parse_scenario(
     table: Mapping[str, Any], *, name: str, overrides: Mapping[str, Any] | None = None, short: bool = False
 ) -> Scenario:
-    """Check a scenario's tables. Raises ConfigError."""
+    """Check a scenario's tables, those of its short form too unless `overrides` replaces some. Raises ConfigError."""
     from simnet import scenario_checks
 
     table = merge_tables(table, overrides or {})
     scenario_checks.check_names(table, name)
     changes = table.pop("short", {})
-    table = merge_tables(table, changes) if short else table
     if short:
-        scenario_checks.check_names(table, name)
+        return _short_form(table, changes, name)
+    scenario = _checked(table, name)
+    if not overrides:
+        try:
+            shorter = _short_form(table, changes, name)
+        except ConfigError as error:
+            raise ConfigError(f"the short form cannot be run: {error.message}", hint=error.hint) from error
+        scenario_checks.check_links_used(scenario, shorter)
+    return scenario
+
+
+def _short_form(table: Mapping[str, Any], changes: Mapping[str, Any], name: str) -> Scenario:
+    from simnet import scenario_checks
+
+    replaced = {key: value for key, value in changes.items() if key != scenario_checks.UNASKED}
+    table = merge_tables(table, replaced)
+    scenario_checks.check_names(table, name)
+    asked = table.get("expect", {})
+    if isinstance(asked, Mapping):
+        unasked = changes.get(scenario_checks.UNASKED, ())
+        table["expect"] = {key: value for key, value in asked.items() if key not in unasked}
+    return _checked(table, name, short=True)
+
+
+def _checked(table: Mapping[str, Any], name: str, *, short: bool = False) -> Scenario:
+    from simnet import scenario_checks
+
     try:
         scenario = msgspec.convert({**table, "name": name}, Scenario)
     except (msgspec.ValidationError, RecursionError) as error:
@@ -318,8 +349,6 @@ def _shortened(scenario: Scenario) -> Scenario:
 
 
 def _find(name_or_path: str | Path) -> Path:
-    from simnet.scenario_checks import nearest
-
     text = str(name_or_path)
     if text.endswith(".toml"):
         return Path(text)
@@ -334,9 +363,7 @@ def _find(name_or_path: str | Path) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes; a scenario never is")
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(_bytes_of(path).decode("utf-8"))
     except OSError as error:
         raise ConfigError(
             f"the scenario {path} cannot be read: {error.strerror}",
@@ -344,6 +371,17 @@ def _read(path: Path) -> dict[str, Any]:
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
+
+
+def _bytes_of(path: Path) -> bytes:
+    """What a regular file holds: a pipe would be waited for, and a device has no end. Raises OSError, ConfigError."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ConfigError(f"{path} is no file that can be read as a scenario", hint="name a .toml file")
+        data = file.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes; a scenario never is")
+    return data
 
 
 def merge_tables(table: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

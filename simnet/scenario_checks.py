@@ -1,12 +1,11 @@
-"""What is wrong with a scenario beyond its form: unknown names, fleets that are no swarm, faults that cannot happen,
-settings that nodes would refuse, and expectations that nothing could meet.
+"""What is wrong with a scenario beyond its form: unknown names, fleets that are no swarm, settings that nodes would
+refuse, and expectations that nothing could meet. Faults are looked at in `simnet.fault_checks`.
 
 Each is a ConfigError with the nearest right name, or with the reason.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, get_args
@@ -16,7 +15,9 @@ from protocol.errors import ConfigError
 from protocol.identity import Identity
 from simnet.attacks import ATTACKS
 from simnet.cheats import CHEATS, VALIDATORS
+from simnet.fault_checks import check_faults, check_plan
 from simnet.goal_checks import check_disks, check_finite, check_goals
+from simnet.names import check_choice, check_keys
 from simnet.scenario import (
     MAX_NODES,
     Action,
@@ -31,7 +32,6 @@ from simnet.scenario import (
     Scenario,
     Until,
 )
-from simnet.timeline import EFFECTS, UNDO, plan_faults
 from trainer.recipe import Recipe
 
 _TABLES: Final[Mapping[str, Any]] = {
@@ -42,6 +42,8 @@ _TABLES: Final[Mapping[str, Any]] = {
     "until": Until,
     "expect": Expect,
 }
+UNASKED: Final = "unasked"
+"""In `[short]`: expectations of the whole that the short form does not have."""
 _TOP: Final = ("title", "network", "link", "short", *_TABLES)
 _WORKED_OUT: Final = ("side", "declared")
 _OWNED: Final = frozenset(
@@ -55,21 +57,30 @@ _OWNED: Final = frozenset(
 
 def check_names(table: Mapping[str, Any], name: str) -> None:
     """Refuse what msgspec would refuse too, but with the nearest known name."""
-    _check_keys(table, _TOP, f"scenario {name!r}")
-    short = table.get("short")
-    if isinstance(short, Mapping):
-        _check_keys(short, [key for key in _TOP if key != "short"], f"scenario {name!r}, [short]")
+    check_keys(table, _TOP, f"scenario {name!r}")
+    _check_short(table, name)
     for key, kind in _TABLES.items():
         for index, part in _parts(table.get(key)):
             where = f"scenario {name!r}, [[{key}]] number {index + 1}" if index >= 0 else f"scenario {name!r}, [{key}]"
-            _check_keys(part, [field for field in kind.__struct_fields__ if field not in _WORKED_OUT], where)
+            check_keys(part, [field for field in kind.__struct_fields__ if field not in _WORKED_OUT], where)
             _check_values(part, where)
     links = table.get("link")
     for key, part in (links if isinstance(links, Mapping) else {}).items():
         if isinstance(part, Mapping):
             where = f"scenario {name!r}, [link.{str(key)[:80]}]"
-            _check_keys(part, Link.__struct_fields__, where)
-            _check_choice(part.get("nat"), get_args(Nat), "nat", where)
+            check_keys(part, Link.__struct_fields__, where)
+            check_choice(part.get("nat"), get_args(Nat), "nat", where)
+
+
+def check_links_used(scenario: Scenario, also: Scenario) -> None:
+    """Refuse links that are nobody's, in a scenario and in its short form."""
+    used = {entry.link for one in (scenario, also) for entry in one.fleet}
+    idle = [name for name in scenario.link if name not in used]
+    if idle:
+        raise ConfigError(
+            f"scenario {scenario.name!r}: no node has the link {idle[0][:80]!r}",
+            hint=f'give a [[fleet]] entry `link = "{idle[0][:80]}"`, or remove the table [link.{idle[0][:80]}]',
+        )
 
 
 def check(scenario: Scenario) -> None:
@@ -78,15 +89,12 @@ def check(scenario: Scenario) -> None:
     _check_fleet(scenario)
     check_disks(scenario)
     _check_settings(scenario)
-    _check_faults(scenario)
-    _check_random(scenario)
-    _check_order(scenario)
-    _check_moments(scenario)
+    check_faults(scenario)
     _check_expectations(scenario)
 
 
-def check_possible(scenario: Scenario, recipe: Recipe) -> None:
-    """Refuse expectations and faults that the run of a recipe can never come to."""
+def check_possible(scenario: Scenario, recipe: Recipe, *, seed: int) -> None:
+    """Refuse expectations and faults that the run of a recipe, with what a seed draws, can never come to."""
     total = recipe.batch.total_steps
     wanted = {
         "[expect] steps_at_least": scenario.expect.steps_at_least,
@@ -105,13 +113,32 @@ def check_possible(scenario: Scenario, recipe: Recipe) -> None:
             f"scenario {scenario.name!r} expects evaluation_rises, but its recipe evaluates nothing",
             hint="set evaluation.every_steps in [run.overrides]",
         )
-    check_goals(scenario, recipe)
+    _check_quorum(scenario, recipe)
+    check_plan(scenario, seed)
+    check_goals(scenario, recipe, seed=seed)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that was probably meant, as the end of a sentence; empty where none is near."""
-    close = difflib.get_close_matches(name[:80], list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+def _check_quorum(scenario: Scenario, recipe: Recipe) -> None:
+    validators = sum(plan.role == "validator" for plan in scenario.nodes())
+    if recipe.quorum > validators:
+        raise ConfigError(
+            f"scenario {scenario.name!r} has {validators} validators, and {recipe.quorum} must agree in its recipe",
+            hint='raise `count` of the [[fleet]] with role = "validator", or lower quorum in [run.overrides]',
+        )
+
+
+def _check_short(table: Mapping[str, Any], name: str) -> None:
+    """Names of the short form's own, whether or not it is asked for."""
+    short = table.get("short", {})
+    where = f"scenario {name!r}, [short]"
+    if not isinstance(short, Mapping):
+        raise ConfigError(f"{where} is {str(short)[:80]!r} and not a table", hint="write [short.until], for example")
+    check_keys(short, [UNASKED, *(key for key in _TOP if key != "short")], where)
+    unasked, expect = short.get(UNASKED, []), table.get("expect")
+    if not isinstance(unasked, list | tuple) or not all(isinstance(one, str) for one in unasked):
+        raise ConfigError(f"{where}: {UNASKED} is a list of names of [expect]")
+    for one in unasked:
+        check_choice(one, expect if isinstance(expect, Mapping) else (), "expectation", f"{where}, {UNASKED}")
 
 
 def _parts(value: object) -> Iterable[tuple[int, Mapping[str, Any]]]:
@@ -121,31 +148,14 @@ def _parts(value: object) -> Iterable[tuple[int, Mapping[str, Any]]]:
         yield from ((index, part) for index, part in enumerate(value) if isinstance(part, Mapping))
 
 
-def _check_keys(part: Mapping[str, Any], known: Iterable[str], where: str) -> None:
-    names = list(known)
-    for key in part:
-        if key not in names:
-            raise ConfigError(
-                f"{where}: unknown name {str(key)[:80]!r}{nearest(str(key), names)}", hint=f"known: {', '.join(names)}"
-            )
-
-
 def _check_values(part: Mapping[str, Any], where: str) -> None:
-    _check_choice(part.get("role"), get_args(Role), "role", where)
-    _check_choice(part.get("action"), get_args(Action), "action", where)
-    _check_choice(part.get("cheat"), CHEATS | VALIDATORS, "cheat", where)
-    _check_choice(part.get("attack"), ATTACKS, "attack", where)
+    check_choice(part.get("role"), get_args(Role), "role", where)
+    check_choice(part.get("action"), get_args(Action), "action", where)
+    check_choice(part.get("cheat"), CHEATS | VALIDATORS, "cheat", where)
+    check_choice(part.get("attack"), ATTACKS, "attack", where)
     actions = part.get("actions")
     for action in actions if isinstance(actions, list | tuple) else ():
-        _check_choice(action, get_args(Action), "action", where)
-
-
-def _check_choice(value: object, known: Iterable[str], what: str, where: str) -> None:
-    names = list(known)
-    if isinstance(value, str) and value not in names:
-        raise ConfigError(
-            f"{where}: unknown {what} {value[:80]!r}{nearest(value, names)}", hint=f"known: {', '.join(names)}"
-        )
+        check_choice(action, get_args(Action), "action", where)
 
 
 def _check_fleet(scenario: Scenario) -> None:
@@ -178,7 +188,7 @@ def _check_entry(entry: FleetEntry, name: str, scenario: Scenario) -> None:
         return
     if not scenario.link:
         raise ConfigError(f"{name}: unknown link {entry.link[:80]!r}", hint=f"add a table [link.{entry.link[:80]}]")
-    _check_choice(entry.link, scenario.link, "link", name)
+    check_choice(entry.link, scenario.link, "link", name)
     if scenario.link[entry.link].nat != "none" and entry.role in ("trainer", "relay", "hostile"):
         raise ConfigError(f"{name}: others dial a {entry.role}, which they cannot behind a translating router")
 
@@ -190,81 +200,13 @@ def _check_settings(scenario: Scenario) -> None:
         if not entry.settings:
             continue
         where = f"scenario {scenario.name!r}, settings of {entry.name or entry.cheat or entry.role}"
-        _check_keys(entry.settings, known, where)
+        check_keys(entry.settings, known, where)
         if entry.role == "hostile":
             raise ConfigError(f"{where}: a hostile peer has none")
         try:
             resolve({**entry.settings, "role": entry.role, "run": f"{anyone}/x"}, environ={})
         except ConfigError as error:
             raise ConfigError(f"{where}: {error.message}", hint=error.hint) from error
-
-
-def _check_faults(scenario: Scenario) -> None:
-    names = [name for _, _, name in scenario.named()]
-    latest: dict[tuple[str, str], float] = {}
-    for number, fault in enumerate(scenario.fault, start=1):
-        where = f"scenario {scenario.name!r}, [[fault]] number {number}"
-        if not scenario.matching(fault.node):
-            raise ConfigError(f"{where}: unknown node {fault.node!r}{nearest(fault.node, names)}")
-        if (fault.at_step is None) == (fault.at_s is None):
-            raise ConfigError(f"{where}: give exactly one of at_step and at_s")
-        if fault.for_s is not None and fault.action not in UNDO:
-            raise ConfigError(f"{where}: {fault.action} has no for_s: there is nothing to undo")
-        if (fault.action == "clock") != (fault.seconds is not None):
-            raise ConfigError(f"{where}: `clock`, and nothing else, has `seconds`")
-        if (fault.action == "disk-slow") != (fault.sync_ms is not None):
-            raise ConfigError(f"{where}: `disk-slow`, and nothing else, has `sync_ms`")
-        clock, moment = ("at_s", fault.at_s) if fault.at_step is None else ("at_step", float(fault.at_step))
-        if moment is not None and moment < latest.get((fault.node, clock), 0.0):
-            raise ConfigError(f"{where}: faults of {fault.node} must be in the order in which they happen")
-        latest[fault.node, clock] = moment or 0.0
-
-
-def _check_random(scenario: Scenario) -> None:
-    for number, draw in enumerate(scenario.random, start=1):
-        where = f"scenario {scenario.name!r}, [[random]] number {number}"
-        if not scenario.matching(draw.nodes):
-            names = [name for _, _, name in scenario.named()]
-            raise ConfigError(f"{where}: no node is named {draw.nodes!r}{nearest(draw.nodes, names)}")
-        lonely = [action for action in draw.actions if action not in UNDO and action != "restart"]
-        if lonely:
-            raise ConfigError(f"{where}: {lonely[0]} cannot be drawn: it undoes another", hint="; ".join(sorted(UNDO)))
-        ends = [(draw.from_step, draw.to_step), (draw.from_s, draw.to_s)]
-        given = [(first, last) for first, last in ends if first is not None and last is not None]
-        if len(given) != 1 or sum(end is not None for pair in ends for end in pair) != 2:
-            raise ConfigError(f"{where}: give from_step and to_step, or from_s and to_s")
-        if given[0][0] > given[0][1] or draw.for_s[0] > draw.for_s[1]:
-            raise ConfigError(f"{where}: a range ends before it begins")
-
-
-def _check_order(scenario: Scenario) -> None:
-    """Walk through what happens to every node: a node that is gone cannot be stopped, and so on."""
-    first = next(node for node in scenario.nodes() if node.role == "relay")
-    if first.absent:
-        raise ConfigError(f"{first.name} is what the other nodes bootstrap from: it cannot start by a join")
-    states: dict[str, dict[str, str]] = {
-        plan.name: {"process": "gone" if plan.absent else "running"} for plan in scenario.nodes()
-    }
-    for fault in plan_faults(scenario, seed=0):
-        effect = EFFECTS[fault.action]
-        now = states[fault.node].get(effect.on, effect.usual)
-        if now not in effect.before:
-            raise ConfigError(f"scenario {scenario.name!r}: {fault.node} cannot {fault.action}, it is {now} by then")
-        states[fault.node][effect.on] = now if fault.for_s is not None else effect.after
-
-
-def _check_moments(scenario: Scenario) -> None:
-    """Refuse what would only happen after the simulation has ended."""
-    until, name = scenario.until, scenario.name
-    moments = [(f"{one.node} is to {one.action}", one.at_s, one.at_step) for one in plan_faults(scenario, seed=0)]
-    moments += [
-        (f"[[random]] number {at} is to end", one.to_s, one.to_step) for at, one in enumerate(scenario.random, 1)
-    ]
-    for what, at_s, at_step in moments:
-        if at_s is not None and at_s > until.timeout_s:
-            raise ConfigError(f"scenario {name!r}: {what} at {at_s:g} s, but [until] timeout_s is {until.timeout_s:g}")
-        if None not in (at_step, until.step) and at_step > until.step:  # type: ignore[operator]
-            raise ConfigError(f"scenario {name!r}: {what} at step {at_step}, but [until] step is {until.step}")
 
 
 def _check_expectations(scenario: Scenario) -> None:

@@ -117,7 +117,7 @@ class Report(Struct):
     machine_late_p99_ms: int | None
     """How late this machine woke up a thread that only sleeps."""
     notes: list[str] = []
-    """What this machine or user could not do of what the scenario asks, and what was done instead."""
+    """What this machine or user could not do of what the scenario asks, and what of the nodes' disks cannot be read."""
     judges: dict[str, Judge] = {}
     """Validators by name: their votes in the ledger."""
     liars_overruled: bool | None = None

@@ -66,10 +66,19 @@ def undone(fault: Fault, *, at_s: float) -> Fault:
     return Fault(node=fault.node, action=UNDO[fault.action], at_s=at_s)
 
 
+def clock_of(fault: Fault) -> str:
+    """What its moment is counted in."""
+    return "seconds" if fault.at_step is None else "steps"
+
+
 def describe(faults: Iterable[Fault]) -> Iterator[str]:
-    """A line a fault, for people."""
+    """A line a fault, for people. One behind a fault of its node that another clock strikes may have to wait for it."""
+    clocks: dict[str, set[str]] = {}
     for fault in faults:
         when = f"step {fault.at_step}" if fault.at_step is not None else f"{fault.at_s:g} s"
+        before = clocks.setdefault(fault.node, set())
+        when += " or later" if before - {clock_of(fault)} else ""
+        before.add(clock_of(fault))
         lasting = f" for {fault.for_s:.1f} s" if fault.for_s is not None else ""
         moved = f" {fault.seconds:+g} s" if fault.seconds is not None else ""
         slowed = f" {fault.sync_ms:g} ms" if fault.sync_ms is not None else ""
@@ -123,7 +132,10 @@ def _draw(draw: RandomFaults, node: str, source: random.Random) -> Fault:
 
 
 def _in_order(faults: list[Fault]) -> list[Fault]:
-    """By their moments where these can be compared; as they are given where steps and seconds meet."""
+    """By their moments where these can be compared; as the file has them where steps and seconds meet.
+
+    What is drawn never meets another clock (simnet.fault_checks).
+    """
     if all(fault.at_step is not None for fault in faults):
         return sorted(faults, key=lambda fault: fault.at_step or 0)
     if all(fault.at_s is not None for fault in faults):

@@ -7,9 +7,9 @@ before it came to the ledger cannot be in it.
 
 from __future__ import annotations
 
+import logging
 import sqlite3
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,13 @@ from node.ledger.material import Material, find_material, has_ledger
 from node.ledger.rows import leaderboard, submissions_of
 from node.ledger.segments import read_segments
 from protocol.envelope import id_of
-from protocol.errors import NodeError, ProtocolError
-from protocol.ledger import LedgerState, next_tip, open_entry
+from protocol.errors import NodeError
+from protocol.ledger import LedgerState, LedgerSubmission, next_tip
 from protocol.records import Batch, Trained
+from simnet.oracles.batch_order import PassedOver, TrainersEntry, passed_over, ready_at_ms, trainers_entries
 from simnet.oracles.promises import MAX_PROBLEM_CHARS, Promise, read_promises
+
+log = logging.getLogger(__name__)
 
 
 class SubmissionSeen(Struct):
@@ -42,7 +45,7 @@ class SubmissionSeen(Struct):
     received_ms: int | None = None
     """The first relay's receipt."""
     judged_ms: int | None = None
-    """The verdict that settled it."""
+    """The verdict that settled it; nothing while none has."""
     used_in: int | None = None
     hard: bool = False
     reason: str = ""
@@ -55,6 +58,13 @@ class StepSeen(Struct):
     submissions: list[str]
     committed_ms: int
     trained_ms: int | None = None
+    ready_ms: int | None = None
+    """Since when all that it holds lay there at the latest, as far as the trainer's entries show."""
+
+    @property
+    def idle_ms(self) -> int:
+        """For how long at least it could have been made and was not, by the trainer's clock."""
+        return 0 if self.ready_ms is None else max(0, self.committed_ms - self.ready_ms)
 
 
 class Account(Struct):
@@ -99,24 +109,45 @@ class Books(Struct):
     """What the audit finds, in words."""
     copies: list[Copy] = []
     promises: list[Promise] = []
+    sources: dict[str, list[str]] = {}
+    """Nodes by what of theirs was read to its end beside the ledger: `store`, `outbox`, `docket`."""
+    passed_over: list[PassedOver] = []
     notes: list[str] = []
     """What could not be looked at beside it."""
 
 
 def read_books(data_dirs: Mapping[str, Path], *, trainer: str) -> Books:
-    """Read the trainer's ledger and hold the other nodes' copies against it; `data_dirs` by the nodes' names."""
+    """Read the trainer's ledger and hold the other nodes' copies against it; `data_dirs` by the nodes' names.
+
+    Nothing is raised: a report without a ledger is still one.
+    """
     try:
-        material = find_material(data_dirs[trainer])
-        with replayed(material, say=lambda _: None) as (audit, notes):
-            audit.finish(heads=material.heads, checkpoints=material.checkpoints())
-            books = _books_of(audit)
-            books.steps = list(_steps(material, books.notes))
-            books.notes += notes
-            books.copies = _copies(data_dirs, audit.state, without=trainer, notes=books.notes)
+        return _read(data_dirs, trainer=trainer)
     except (NodeError, OSError, sqlite3.Error) as error:
-        said = error.message if isinstance(error, NodeError) else str(error)
-        return Books(problem=said[:MAX_PROBLEM_CHARS])
-    books.promises = read_promises(data_dirs, books.notes, validators=material.manifest.record.validators)
+        return Books(problem=_said(error))
+    except Exception as error:
+        log.exception("reading the ledger broke trainer=%s", trainer)
+        return Books(problem=f"reading it broke: {type(error).__name__}: {_said(error)}")
+
+
+def _said(error: Exception) -> str:
+    """Without a node's hint: there is nobody who could follow it."""
+    return (error.message if isinstance(error, NodeError) else str(error))[:MAX_PROBLEM_CHARS]
+
+
+def _read(data_dirs: Mapping[str, Path], *, trainer: str) -> Books:
+    """The same, and whatever goes wrong with the trainer's own is raised."""
+    material = find_material(data_dirs[trainer])
+    with replayed(material, say=lambda _: None) as (audit, notes):
+        audit.finish(heads=material.heads, checkpoints=material.checkpoints())
+        books = _books_of(audit)
+        entries = trainers_entries(material, books.notes)
+        books.steps = list(_steps(entries, ready_at_ms(audit.state, entries)))
+        books.passed_over = list(passed_over(audit.state, entries))
+        books.notes += notes
+        books.copies = _copies(data_dirs, audit.state, without=trainer, notes=books.notes)
+    promises = read_promises(data_dirs, books.notes, validators=material.manifest.record.validators)
+    books.promises, books.sources = promises.found, promises.sources
     received = {promise.id: promise.received_ms for promise in books.promises}
     for one in books.submissions:
         one.received_ms = received.get(one.id)
@@ -139,10 +170,6 @@ def _books_of(audit: Audit) -> Books:
 
 
 def _submission(row: Mapping[str, Any], state: LedgerState) -> SubmissionSeen:
-    verdicts = sorted(
-        signed.record.issued_at_ms for signed in state.submissions[bytes.fromhex(row["id"])].verdicts.values()
-    )
-    quorum = state.manifest.quorum
     return SubmissionSeen(
         id=row["id"],
         contributor=row["contributor"],
@@ -152,32 +179,33 @@ def _submission(row: Mapping[str, Any], state: LedgerState) -> SubmissionSeen:
         rollouts=row["rollouts"],
         tokens=row["tokens"],
         made_ms=row["at_ms"],
-        judged_ms=verdicts[quorum - 1] if len(verdicts) >= quorum else None,
+        judged_ms=_settled_ms(state.submissions[bytes.fromhex(row["id"])], quorum=state.manifest.quorum),
         used_in=row["used_in"],
         hard=row["hard"],
         reason=row["reason"],
     )
 
 
-def _steps(material: Material, notes: list[str]) -> Iterator[StepSeen]:
+def _settled_ms(one: LedgerSubmission, *, quorum: int) -> int | None:
+    """When the vote was signed that made a quorum, in the ledger's order; votes to the contrary settle nothing."""
+    wanted = {"accepted": "accept", "rejected": "reject"}.get(one.state)
+    votes = [said.record.issued_at_ms for said in one.verdicts.values() if said.record.outcome == wanted]
+    return votes[quorum - 1] if len(votes) >= quorum else None
+
+
+def _steps(entries: Sequence[TrainersEntry], ready_ms: Mapping[int, int]) -> Iterator[StepSeen]:
     """Every batch in the order of the ledger's entries, also one that the rules refuse; a step has two if it was so."""
-    batches: list[Batch] = []
     trained: dict[int, list[int]] = {}
-    try:
-        for segment in read_segments(material.ledger):
-            for data in segment.entries:
-                with suppress(ProtocolError):  # which the audit has found
-                    entry = open_entry(data, signature_checked=True)  # the audit checks it
-                    if entry.author == material.manifest.author and isinstance(entry.record, Batch):
-                        batches.append(entry.record)
-                    elif entry.author == material.manifest.author and isinstance(entry.record, Trained):
-                        trained.setdefault(entry.record.step, []).append(entry.record.issued_at_ms)
-    except NodeError as error:
-        notes.append(f"batches cannot be read to the end: {str(error)[:MAX_PROBLEM_CHARS]}")
-    for batch in batches:
-        times = trained.get(batch.step, [])
-        keys = [key.hex() for key in batch.submissions]
-        yield StepSeen(batch.step, keys, batch.issued_at_ms, times.pop(0) if times else None)
+    for entry in entries:
+        if isinstance(entry.record, Trained):
+            trained.setdefault(entry.record.step, []).append(entry.record.issued_at_ms)
+    for entry in entries:
+        batch = entry.record
+        if isinstance(batch, Batch):
+            times = trained.get(batch.step, [])
+            keys = [key.hex() for key in batch.submissions]
+            at_ms = times.pop(0) if times else None
+            yield StepSeen(batch.step, keys, batch.issued_at_ms, at_ms, ready_ms.get(batch.step))
 
 
 def _account(row: Mapping[str, Any]) -> Account:
@@ -191,8 +219,8 @@ def _copies(data_dirs: Mapping[str, Path], state: LedgerState, *, without: str, 
             continue
         try:
             copies.append(_copy(name, find_material(directory), state))
-        except (NodeError, OSError) as error:
-            notes.append(f"the copy of {name} cannot be read: {str(error)[:MAX_PROBLEM_CHARS]}")
+        except (NodeError, OSError, sqlite3.Error, TypeError, ValueError) as error:  # also of what a store holds
+            notes.append(f"the copy of {name} cannot be read: {_said(error)}")
     return copies
 
 

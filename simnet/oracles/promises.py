@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from node.ledger.material import RELAY_STORE
 from protocol.envelope import open_envelope
-from protocol.errors import ProtocolError
+from protocol.errors import MalformedError, ProtocolError
 from protocol.identity import PeerId
 from protocol.records import Receipt, Submission, Verdict
 
@@ -37,6 +37,9 @@ class Promise(Struct):
     id: str
     contributor: str
     received_ms: int
+    step: int = 0
+    """That it was made for."""
+    checkpoint_step: int = 0
     accepts: int = 0
     """Validators whose verdict, as a relay has or had it, accepts it."""
     dropped: bool = False
@@ -54,61 +57,72 @@ class _Found:
         self._givers: set[tuple[str, PeerId]] = set()
         """Submissions, and relays that gave a receipt for them."""
 
-    def receipt(self, envelope: bytes, receipt: bytes) -> str:
+    def receipt(self, envelope: object, receipt: object) -> str:
         """Take in a receipt that is for the submission beside it; the submission's id. Raises ProtocolError.
 
         What nodes hold of others' they checked when it came: signatures are not checked again.
         """
-        submission = open_envelope(bytes(envelope), Submission, signature_checked=True)
-        given = open_envelope(bytes(receipt), Receipt, signature_checked=True)
+        submission = open_envelope(_bytes(envelope), Submission, signature_checked=True)
+        given = open_envelope(_bytes(receipt), Receipt, signature_checked=True)
         key, at_ms = submission.id.hex(), given.record.received_at_ms
         self._givers.add((given.record.submission.hex(), given.author))
         if given.record.submission == submission.id:
-            known = self.promises.setdefault(key, Promise(key, str(submission.author), at_ms))
+            record = submission.record
+            promise = Promise(key, str(submission.author), at_ms, record.step, record.checkpoint_step)
+            known = self.promises.setdefault(key, promise)
             known.received_ms = min(known.received_ms, at_ms)
         return key
 
-    def verdict(self, envelope: bytes, *, posted_to: PeerId | None = None) -> None:
+    def verdict(self, envelope: object, *, posted_to: PeerId | None = None) -> None:
         """Take in a verdict that a relay has, or that was posted to one. Raises ProtocolError."""
-        verdict = open_envelope(bytes(envelope), Verdict, signature_checked=True)
+        verdict = open_envelope(_bytes(envelope), Verdict, signature_checked=True)
         if posted_to is not None and (verdict.record.submission.hex(), posted_to) not in self._givers:
             return
         if verdict.record.outcome == "accept" and verdict.author.public_key in self.validators:
             self.accepts.setdefault(verdict.record.submission.hex(), set()).add(verdict.author)
 
 
-def read_promises(data_dirs: Mapping[str, Path], notes: list[str], *, validators: Iterable[bytes]) -> list[Promise]:
+class Promises(Struct):
+    """What all disks tell of together, and whose could be read to the end."""
+
+    found: list[Promise]
+    sources: dict[str, list[str]]
+    """Nodes by what was read of them: `store`, `outbox` and `docket`."""
+
+
+def read_promises(data_dirs: Mapping[str, Path], notes: list[str], *, validators: Iterable[bytes]) -> Promises:
     """All promises that any disk tells of, with the first receipt's time; `notes` gets what could not be read.
 
     `validators`: the public keys whose verdicts count.
     """
     found = _Found(validators)
     stores = _read_all(data_dirs, RELAY_STORE, _read_store, found, notes)
-    _read_all(data_dirs, OUTBOX, _read_outbox, found, notes)
-    _read_all(data_dirs, DOCKET, _read_docket, found, notes)  # last: what was posted counts by the receipts
+    outboxes = _read_all(data_dirs, OUTBOX, _read_outbox, found, notes)
+    dockets = _read_all(data_dirs, DOCKET, _read_docket, found, notes)  # last: what was posted counts by the receipts
+    every = [name for name, directory in data_dirs.items() if (directory / RELAY_STORE).exists()]
     for key, promise in found.promises.items():
         promise.accepts = len(found.accepts.get(key, ()))
-        promise.dropped = stores and key not in found.held
-    return list(found.promises.values())
+        promise.dropped = bool(stores) and stores == every and key not in found.held
+    return Promises(list(found.promises.values()), {"store": stores, "outbox": outboxes, "docket": dockets})
 
 
 def _read_all(
     data_dirs: Mapping[str, Path], place: Path, read: Callable[[Path, _Found], None], found: _Found, notes: list[str]
-) -> bool:
-    """Read one kind of file wherever it lies; whether there is one at all, and each could be read to its end."""
-    whole, count = True, 0
+) -> list[str]:
+    """Read one kind of file wherever it lies; the nodes of which it could be read to its end."""
+    whole = []
     for name, directory in data_dirs.items():
         path = directory / place
-        if not path.is_file():
+        if not path.exists():
             continue
-        count += 1
         try:
             read(path, found)
-        except (sqlite3.Error, ProtocolError) as error:
+        except (sqlite3.Error, ProtocolError, OSError) as error:
             what = {RELAY_STORE: "store", OUTBOX: "outbox", DOCKET: "docket"}[place]
             notes.append(f"the {what} of {name} cannot be read: {str(error)[:MAX_PROBLEM_CHARS]}")
-            whole = False
-    return whole and count > 0
+        else:
+            whole.append(name)
+    return whole
 
 
 def _read_store(path: Path, found: _Found) -> None:
@@ -128,7 +142,14 @@ def _read_outbox(path: Path, found: _Found) -> None:
 
 def _read_docket(path: Path, found: _Found) -> None:
     for envelope, relay in _rows(path, _POSTED):
-        found.verdict(envelope, posted_to=PeerId(relay))
+        found.verdict(envelope, posted_to=PeerId(_bytes(relay)))
+
+
+def _bytes(value: object) -> bytes:
+    """A column as every node writes it. Raises MalformedError: another type is no node's, and may be very large."""
+    if isinstance(value, bytes):
+        return value
+    raise MalformedError(f"a row holds {type(value).__name__} where a node writes bytes")
 
 
 def _rows(path: Path, query: str) -> Iterator[Sequence[Any]]:

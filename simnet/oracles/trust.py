@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Final
 
 from simnet.gather import Contributor
-from simnet.oracles.books import Account, Books
+from simnet.oracles.books import Account, Books, SubmissionSeen
+from simnet.oracles.inputs import missing_copies
 from simnet.oracles.judgement import Evidence, Figure, Judgement, listed, no_books
+from simnet.oracles.neglect import Neglect, neglect_of
 
 SOUND_AT_TIMES: Final = {
     "replayed-file": "its first file is sound",
@@ -25,10 +28,12 @@ def credits_equal_the_replay(evidence: Evidence) -> Judgement:
     differing = [evidence.name_of(one.peer_id) for one in books.accounts if not _agree(told.get(one.peer_id), one)]
     differing += [evidence.name_of(peer) for peer in told.keys() - {one.peer_id for one in books.accounts}]
     forks = [copy.node for copy in books.copies if not copy.agrees]
+    missing = missing_copies(evidence, books)
     numbers: dict[str, Figure] = {
         "entries": books.entries,
         "credits": sum(one.credits for one in books.accounts),
-        "copies": len(books.copies),
+        "copies": sum(copy.entries > 0 for copy in books.copies),
+        "relays without a copy": len(missing),
         "differing": len(differing),
         "breaches": len(books.breaches),
     }
@@ -36,36 +41,72 @@ def credits_equal_the_replay(evidence: Evidence) -> Judgement:
         return Judgement(name, "failed", f"The audit finds {listed(books.breaches, limit=1)}.", numbers)
     if forks:
         return Judgement(name, "failed", f"Another ledger than the trainer's lies at {listed(forks)}.", numbers)
-    if differing and _trainer_is_final(evidence):
+    if differing and not _trainer_was_cut_short(evidence):
         return Judgement(name, "failed", f"The trainer tells others than its ledger of {listed(differing)}.", numbers)
-    if differing or not books.accounts:
+    if differing:
         return Judgement(name, "could not tell", "The trainer's last word is older than its ledger.", numbers)
+    if missing:
+        finding = f"Not looked at, as it is missing, empty or cannot be read: {listed(missing)}."
+        return Judgement(name, "could not tell", finding, numbers)
+    if not books.accounts:
+        return Judgement(name, "could not tell", "Nobody has an account in the ledger.", numbers)
     finding = (
         f"{numbers['credits']} credits of {len(books.accounts)} contributors over {books.entries} entries; the audit "
-        f"is clean, and {len(books.copies)} copies agree."
+        f"is clean, and {numbers['copies']} copies agree."
     )
     return Judgement(name, "passed", finding, numbers)
 
 
 def no_honest_node_punished(evidence: Evidence) -> Judgement:
-    """Every honest contributor is in good standing at the end, without a hard rejection that stands."""
-    name, books = "no honest node punished", evidence.books
+    """Every honest contributor is in good standing at the end, and its work was judged and hardly ever turned down."""
+    name, books = "no honest node punished or ignored", evidence.books
     if books is None or books.problem:
         return no_books(name, evidence)
     honest = evidence.honest
     out = [evidence.name_of(one.peer_id) for one in books.accounts if one.peer_id in honest and _is_out(one)]
-    hard = [one for one in books.submissions if one.contributor in honest and one.hard and one.state == "rejected"]
-    soft = sum(one.contributor in honest and one.state == "rejected" and not one.hard for one in books.submissions)
+    rejected = [one for one in books.submissions if one.contributor in honest and one.state == "rejected"]
+    hard = [one for one in rejected if one.hard]
+    soft = [one for one in rejected if not one.hard]
+    neglect = neglect_of(evidence, books)
     seen = {one.contributor for one in books.submissions} & honest.keys()
-    numbers = {"honest": len(honest), "evicted": len(out), "hard rejections": len(hard), "others": soft}
+    numbers: dict[str, Figure] = {
+        "honest": len(honest),
+        "evicted": len(out),
+        "hard rejections": len(hard),
+        "others": len(soft),
+        "settled": neglect.settled,
+        "unsettled": len(neglect.unsettled),
+        "of these old": len(neglect.old),
+        "with nothing settled": len(neglect.kept_out) + len(neglect.unclear),
+    }
     if out or hard:
         whom = listed(sorted({*out, *(evidence.name_of(one.contributor) for one in hard)}))
         why = next((f" ({one.reason})" for one in hard), "")
         return Judgement(name, "failed", f"Punished though honest: {whom}{why}.", numbers)
+    if ignored := _ignored(neglect, soft):
+        return Judgement(name, "failed", ignored, numbers)
     if not seen:
         return Judgement(name, "could not tell", "No honest contributor handed anything in.", numbers)
-    finding = f"All {len(seen)} that handed work in are in good standing; {soft} of their submissions did not count."
+    if unclear := _unclear(neglect):
+        return Judgement(name, "could not tell", unclear, numbers)
+    finding = (
+        f"All {len(seen)} that handed work in are in good standing; {len(soft)} of their submissions did not count, "
+        f"{len(neglect.unsettled)} were not settled by the end."
+    )
     return Judgement(name, "passed", finding, numbers)
+
+
+def _ignored(neglect: Neglect, soft: list[SubmissionSeen]) -> str:
+    """Who gets nothing for honest work, in words; empty if nobody."""
+    if neglect.kept_out:
+        return f"Kept out though honest: of {listed(neglect.kept_out)} nothing was settled, and of others it was."
+    if neglect.judged and neglect.is_much(len(neglect.old)):
+        states = Counter(one.state for one in neglect.old).most_common()
+        counts = listed([f"{count} {state}" for state, count in states])
+        return f"Never settled, long after they were handed in: {counts}."
+    if neglect.is_much(len(soft)):
+        return f"Turned down though honest: {len(soft)} submissions ({soft[0].reason or 'without a reason'})."
+    return ""
 
 
 def no_bad_rollout_in_a_batch(evidence: Evidence) -> Judgement:
@@ -99,10 +140,20 @@ def no_bad_rollout_in_a_batch(evidence: Evidence) -> Judgement:
     return Judgement(name, "passed", f"{len(batches)} files were trained on, none of a cheat; {beside}.", numbers)
 
 
+def _unclear(neglect: Neglect) -> str:
+    """What looks like it and may have another cause, in words; empty if nothing does."""
+    if neglect.unclear:
+        return f"Nothing was settled of {listed(neglect.unclear)}: too late, too briefly there, or disturbed."
+    if neglect.is_much(len(neglect.old)):
+        return f"{len(neglect.old)} old submissions are unsettled, and too few validators ran for long."
+    return ""
+
+
 def _agree(told: Contributor | None, replayed: Account) -> bool:
     if told is None:
         return False
-    return (told.credits, told.accepted, told.standing) == (replayed.credits, replayed.accepted, replayed.standing)
+    said = (told.credits, told.accepted, told.standing, told.rejected)
+    return said == (replayed.credits, replayed.accepted, replayed.standing, replayed.rejected)
 
 
 def _is_out(account: Account) -> bool:
@@ -113,6 +164,19 @@ def _caught(evidence: Evidence, books: Books) -> int:
     return sum(one.contributor in evidence.cheats and one.state == "rejected" for one in books.submissions)
 
 
-def _trainer_is_final(evidence: Evidence) -> bool:
-    trainers = (node for node in evidence.recording.nodes if node.role == "trainer")
-    return any(node.lives and node.lives[-1].final for node in trainers)
+def _trainer_was_cut_short(evidence: Evidence) -> bool:
+    """Whether the trainer could not say a last word: it was killed, or is not known to have ended.
+
+    One that ended by itself writes it, unless its disk is full; that its last word is missing is no excuse.
+    """
+    lives = [node.lives[-1] for node in evidence.recording.nodes if node.role == "trainer" and node.lives]
+    last = lives[-1] if lives else None
+    if last is None or last.final:
+        return last is None
+    return last.exit_code is None or last.exit_code < 0 or _disk_is_full(evidence)
+
+
+def _disk_is_full(evidence: Evidence) -> bool:
+    trainers = {node.name for node in evidence.recording.nodes if node.role == "trainer"}
+    marks = [one.action for one in evidence.recording.faults if one.node in trainers]
+    return marks.count("disk-full") > marks.count("disk-free")

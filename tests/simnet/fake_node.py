@@ -72,6 +72,7 @@ class FakeNode:
             return {}
         return {
             "total_steps": self.total,
+            "steps_trained": self.options.get("steps_trained", self.step),
             "rewards": [[step, min(1.0, step / 10)] for step in range(1, self.step + 1)],
             "wait_s": 1.0,
             "train_s": 3.0,

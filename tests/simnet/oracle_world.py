@@ -37,18 +37,24 @@ def make_books() -> Books:
         accounts=[Account(HONEST, "active", 300, STEPS), Account(CHEAT, "evicted", 0, 0, {"toploc": 1})],
         copies=[Copy("relay-0", 18, agrees=True)],
         promises=[Promise(one.id, one.contributor, one.received_ms or 0, accepts=1) for one in honest],
+        sources={"store": ["relay-0"], "outbox": ["inference-0", "wrong-model-0"], "docket": ["validator-0"]},
     )
 
 
 def make_evidence() -> Evidence:
     recording = make_recording()
     recording.trainer.contributors[0].credits, recording.trainer.contributors[0].accepted = 300, STEPS
+    recording.trainer.contributors[1].rejected = {"toploc": 1}
     recording.late_p99_ms = 5
     for node in recording.nodes:
         node.lives[-1].final = True
         node.processes = [process([50_000_000] * 60)]
-        if node.role != "trainer":
-            node.lives[-1].status.details = Details(discovery=DiscoverySeen(LoopSeen(400, 1, 20, 90, 50)))
+        loop = DiscoverySeen(LoopSeen(400, 1, 20, 90, 50))
+        if node.role == "trainer":
+            node.lives[-1].status.details.discovery = loop
+        else:
+            node.lives[-1].status.details = Details(discovery=loop)
+        node.lives[-1].status_at_ms = node.lives[-1].ended_ms
     checkpoints = [
         CheckpointSeen(
             step,

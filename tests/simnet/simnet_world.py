@@ -131,6 +131,7 @@ def trainer_details() -> Details:
     honest, cheat = peer_id("inference-0"), peer_id("wrong-model-0")
     return Details(
         total_steps=20,
+        steps_trained=20,
         wait_s=30.0,
         train_s=70.0,
         contributors=[

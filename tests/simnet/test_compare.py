@@ -166,3 +166,38 @@ def test_reports_of_other_kinds_of_values_are_refused(two):
     two[1].write_text(json.dumps(table))
     with pytest.raises(ConfigError, match="reward"):
         compare_reports(*two)
+
+
+def with_cpu_s(table, cpu_s):
+    return {"nodes": [node | {"cpu_s": cpu_s} for node in table["nodes"]]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        (lambda t: {"bytes_by_relay": {"r": {"bytes_in": 1, "bytes_out": 10**400}}}, "bytes_by_relay.r.bytes_out"),
+        (lambda t: with_cpu_s(t, 1e308), "nodes.cpu_s"),
+        (lambda t: with_cpu_s(t, "1e308"), "nodes.cpu_s"),
+        (lambda t: {"wall_s": -1e300}, "wall_s"),
+    ],
+)
+def test_figures_beyond_all_bounds_are_refused_by_name(two, fields, where):
+    """Attack: a report of somebody else holds numbers whose sums, or whose texts, overflow."""
+    table = json.loads((two[0] / "report.json").read_text())
+    two[1].write_text(json.dumps(table | fields(table)))
+    with pytest.raises(ConfigError, match=f"not a simulation's report: {where} is more than"):
+        compare_reports(*two)
+
+
+def test_the_largest_figures_that_are_taken_can_be_shown(two, tmp_path):
+    table = json.loads((two[0] / "report.json").read_text())
+    huge = {"r": {"bytes_in": 2**53, "bytes_out": 2**53}}
+    comparison = changed(two, bytes_by_relay=huge, wall_s=2.0**53, **with_cpu_s(table, 2.0**53))
+    assert row(comparison, "relays gave out").b.endswith(" TB")
+    write_comparison(comparison, tmp_path / "compare.html")
+
+
+def test_a_change_of_a_twentieth_is_somebodys_gain(two):
+    table = json.loads((two[0] / "report.json").read_text())
+    assert row(changed(two, wall_s=table["wall_s"] * 1.06), "time for each step").judged == "worse"
+    assert row(changed(two, wall_s=table["wall_s"] * 0.94), "time for each step").judged == "better"

@@ -28,7 +28,7 @@ def _model() -> None:
 
 def run(tmp_path: Path, *, steps: int, recipe: dict[str, Any]) -> dict[str, Any]:
     short = {"batch": {"total_steps": steps}, "evaluation": {"every_steps": steps}}
-    overrides = {"run": {"overrides": recipe | short}, "expect": {"reward_at_least": None}}
+    overrides = {"run": {"overrides": recipe | short}, "expect": {"reward_at_least": None, "steps_at_least": steps}}
     assert run_scenario("demo-real", tmp_path / "out", live=False, overrides=overrides) == 0
     report: dict[str, Any] = msgspec.json.decode((tmp_path / "out" / "report.json").read_bytes())
     return report

@@ -1,13 +1,18 @@
-from simnet.faults import FaultPlan
+import pytest
+
+from simnet.faults import FaultPlan, undoes
+from simnet.gather import FaultMark
 from simnet.scenario import Fault
 
 
-def make_apply(done, *, refuse=()):
+def make_apply(done, *, refuse=(), miss=()):
     def apply(fault):
         if fault.action in refuse:
-            return False
+            return "not yet"
+        if fault.node in miss:
+            return "missed"
         done.append((fault.node, fault.action))
-        return True
+        return "struck"
 
     return apply
 
@@ -55,3 +60,24 @@ def test_a_restart_is_a_kill_and_a_join_as_soon_as_it_can_be():
     assert plan.will_join("trainer-0")
     plan.strike(make_apply(done), step=1, elapsed_s=3.5)
     assert done[-1] == ("trainer-0", "join")
+
+
+def test_what_finds_its_node_gone_is_left_out_and_not_undone():
+    faults = [Fault(node="a", action="stop", at_s=1, for_s=5.0), Fault(node="b", action="kill", at_s=1, for_s=5.0)]
+    plan, done = FaultPlan(faults), []
+    assert [one.node for one in plan.strike(make_apply(done, miss=("a",)), step=0, elapsed_s=2.0)] == ["b"]
+    assert [(one.node, one.action) for one in plan.missed] == [("a", "stop")]
+    plan.strike(make_apply(done), step=0, elapsed_s=100.0)
+    assert done == [("b", "kill"), ("b", "join")]
+
+
+@pytest.mark.parametrize(
+    ("action", "seconds", "undoing"),
+    [
+        *[("join", None, True), ("heal", None, True), ("kill", None, False), ("restart", None, False)],
+        *[("clock", None, True), ("clock", 0.0, True), ("clock", -3.0, False)],
+    ],
+)
+def test_a_clock_is_put_right_by_the_action_that_puts_it_wrong(action, seconds, undoing):
+    assert undoes(Fault(node="a", action=action, at_s=1.0, seconds=seconds)) is undoing
+    assert undoes(FaultMark(1, 1, "a", action, seconds)) is undoing

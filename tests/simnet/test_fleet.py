@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -11,10 +12,12 @@ from simnet_world import FakeCommands, peer_id, wait_for
 
 from protocol.errors import ConfigError, NodeError
 from simnet import fleet as fleet_module
+from simnet import gatherer as gatherer_module
 from simnet import memory
 from simnet.commands import CliCommands, Launch
 from simnet.fleet import Fleet, free_ports
-from simnet.gather import Gatherer, NodeRecord, Recording, now_ms
+from simnet.gather import NodeRecord, Recording, now_ms
+from simnet.gatherer import Gatherer
 from simnet.meddle import Control
 from simnet.memory import check_memory, fitted, needed_memory_mb
 from simnet.processes import ProcessTable
@@ -80,7 +83,7 @@ def test_a_kill_takes_the_nodes_children_with_it(scenario, tmp_path):
     with started(scenario, tmp_path) as fleet:
         member = fleet.members["inference-0"]
         pids = pids_of(member)
-        assert fleet.apply(fault("kill"))
+        assert fleet.apply(fault("kill")) == "struck"
         wait_for(lambda: not [pid for pid in pids if exists(pid)])
         assert (member.process.returncode, member.ended_by) == (-signal.SIGKILL, "kill")
 
@@ -102,9 +105,9 @@ def test_a_node_leaves_and_joins_again_in_the_same_data_directory(scenario, tmp_
     with started(scenario, tmp_path) as fleet:
         member = fleet.members["inference-0"]
         first = member.process.pid
-        assert not fleet.apply(fault("join"))
+        assert fleet.apply(fault("join")) == "not yet"
         fleet.apply(fault("leave"))
-        wait_for(lambda: fleet.apply(fault("join")))
+        wait_for(lambda: fleet.apply(fault("join")) == "struck")
         assert member.process.pid != first
         assert member.ended_by == ""
 
@@ -115,8 +118,8 @@ def test_a_node_is_asked_to_leave_only_once_it_answers(scenario, tmp_path):
         fleet.prepare(RECIPE)
         fleet.start("inference-0")
         member = fleet.members["inference-0"]
-        assert not fleet.apply(fault("leave"))
-        wait_for(lambda: fleet.apply(fault("leave")))
+        assert fleet.apply(fault("leave")) == "not yet"
+        wait_for(lambda: fleet.apply(fault("leave")) == "struck")
         assert member.process.wait(10) == 0
         assert member.ended_by == "leave"
 
@@ -126,7 +129,7 @@ def test_a_node_that_never_answers_is_asked_all_the_same_in_the_end(scenario, tm
     with Fleet(scenario, tmp_path, commands=FakeCommands(inference_0={"slow_start_s": 600})) as fleet:
         fleet.prepare(RECIPE)
         fleet.start("inference-0")
-        wait_for(lambda: fleet.apply(fault("leave")))
+        wait_for(lambda: fleet.apply(fault("leave")) == "struck")
         assert fleet.members["inference-0"].process.wait(10) != 0
 
 
@@ -196,6 +199,61 @@ def test_statuses_are_gathered_and_every_life_of_a_node_is_told_apart(scenario, 
         gatherer.close()
     first, second = records[3].lives
     assert (first.exit_code, first.ended_by, second.ended_ms) == (-signal.SIGKILL, "kill", None)
+
+
+def records_of(scenario):
+    records = [NodeRecord(plan.name, plan.role, peer_id(plan.name), plan.cheat) for plan in scenario.nodes()]
+    return Recording(scenario, "run", 0, now_ms(), records), {record.name: record for record in records}
+
+
+def test_a_life_that_ends_and_the_next_that_begins_between_two_looks_are_told_apart(scenario, tmp_path):
+    """A restart is a kill and a join at once; a crash just before a join is one all the same."""
+    recording, records = records_of(scenario)
+    with started(scenario, tmp_path) as fleet:
+        gatherer = Gatherer(fleet, recording)
+        gatherer.poll()
+        for _ in range(2):
+            assert fleet.apply(fault("kill")) == fleet.apply(fault("join")) == "struck"
+        fleet.members["relay-0"].process.kill()
+        fleet.members["relay-0"].process.wait()
+        fleet.apply(Fault(node="relay-0", action="join", at_s=0.0))
+        gatherer.poll()
+        gatherer.close()
+    lives = records["inference-0"].lives
+    assert [(life.exit_code, life.ended_by) for life in lives] == [(-9, "kill"), (-9, "kill"), (None, "")]
+    assert all(one.ended_ms <= later.started_ms for one, later in pairwise(lives))
+    assert [(life.exit_code, life.ended_by) for life in records["relay-0"].lives] == [(-9, ""), (None, "")]
+
+
+def test_a_node_that_runs_and_does_not_answer_is_silent_until_it_does(scenario, tmp_path, monkeypatch):
+    """Attack: a node hangs; its last status is kept, and must not pass for a new one."""
+    monkeypatch.setattr(gatherer_module, "SILENT_MS", 300)
+    recording, records = records_of(scenario)
+    with started(scenario, tmp_path) as fleet:
+        gatherer = Gatherer(fleet, recording)
+        gatherer.poll()
+        life = records["inference-0"].lives[-1]
+        heard_ms = life.status_at_ms
+        os.kill(fleet.members["inference-0"].process.pid, signal.SIGSTOP)
+        wait_for(lambda: (gatherer.poll(), life.silences and life.silences[0][1] > heard_ms + 2000)[1])
+        assert (life.silences[0][0], life.status_at_ms) == (heard_ms, heard_ms)
+        os.kill(fleet.members["inference-0"].process.pid, signal.SIGCONT)
+        wait_for(lambda: (gatherer.poll(), life.status_at_ms > heard_ms)[1])
+        gatherer.close()
+    assert len(life.silences) == 1
+    assert all(not one.lives[-1].silences for name, one in records.items() if name != "inference-0")
+
+
+@pytest.mark.parametrize("action", ["stop", "kill", "restart", "partition", "disk-full", "disk-slow"])
+def test_no_fault_strikes_a_node_that_has_ended_by_itself(small, tmp_path, action):
+    small["fault"] = [{"node": "inference-0", "action": "disk-slow", "at_s": 1, "for_s": 2, "sync_ms": 5}]
+    with started(parse_scenario(small, name="small"), tmp_path) as fleet:
+        member = fleet.members["inference-0"]
+        member.process.kill()
+        member.process.wait()
+        assert fleet.apply(fault(action, sync_ms=5 if action == "disk-slow" else None)) == "missed"
+        assert (member.ended_by, member.control.sync_ms) == ("", 0)
+        assert fleet.apply(fault("disk-normal")) == fleet.apply(fault("join")) == "struck"
 
 
 def test_a_command_that_fails_is_told_with_what_it_printed(scenario, tmp_path):

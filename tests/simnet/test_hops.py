@@ -2,8 +2,10 @@ import msgspec
 import pytest
 from oracle_world import START_MS, make_evidence
 
-from simnet.hops import hops_of, throughput_of
+from simnet.hops import Hop, hops_of, throughput_of
 from simnet.oracles import Evidence
+from simnet.page import render_page
+from simnet.report import build_report
 
 
 def hop(evidence, name):
@@ -29,9 +31,10 @@ def test_every_hop_has_its_time(name, seconds, count):
     assert found.p50_s == found.p99_s == found.longest_s == pytest.approx(seconds)
 
 
-def test_what_came_before_it_was_sent_is_left_out_and_counted():
+@pytest.mark.parametrize("earlier_ms", [101, 5000])
+def test_what_came_before_it_was_sent_is_left_out_and_counted(earlier_ms):
     evidence = make_evidence()
-    evidence.books.submissions[0].received_ms -= 5000
+    evidence.books.submissions[0].received_ms -= earlier_ms
     found = hop(evidence, "made → received")
     assert (found.count, found.left_out, found.p50_s) == (3, 1, pytest.approx(0.1))
 
@@ -48,6 +51,34 @@ def test_a_node_that_was_away_is_not_waited_for():
     validator = next(node for node in evidence.recording.nodes if node.name == "validator-0")
     validator.lives[0].ended_ms = START_MS + 5000
     assert hop(evidence, "published → last node").longest_s == pytest.approx(0.9)
+
+
+def test_a_node_that_never_got_a_policy_is_not_left_out_of_the_last_node():
+    """One that is stuck since the first policy: what came to all others did not come to all."""
+    evidence = make_evidence()
+    del evidence.checkpoints[1].held["inference-0"], evidence.checkpoints[2].held["inference-0"]
+    found = hop(evidence, "published → last node")
+    assert (found.count, found.missing) == (1, 2)
+    assert hop(evidence, "first relay → last node").missing == 2
+    assert hop(evidence, "published → first relay").missing == 0
+    evidence.checkpoints[0].held.clear()
+    assert hop(evidence, "published → last node").missing == 3
+
+
+def test_the_newest_policy_may_be_on_its_way_at_the_end_and_cheats_need_none():
+    evidence = make_evidence()
+    del evidence.checkpoints[2].held["inference-0"]
+    evidence.recording.over_ms = evidence.checkpoints[2].published_ms + 59_000
+    assert (hop(evidence, "published → last node").count, hop(evidence, "published → last node").missing) == (2, 0)
+    evidence.recording.over_ms += 2000
+    assert hop(evidence, "published → last node").missing == 1
+    assert evidence.recording.nodes[-1].cheat  # and holds none of them
+
+
+def test_the_page_says_what_never_came_to_a_node(recording):
+    report = build_report(recording)
+    report.hops = [Hop("checkpoint", "published → last node", 1, 1.0, 1.0, 1.0, missing=7)]
+    assert "7 checkpoints never came" in render_page(report, recording)
 
 
 def test_percentiles_are_the_nearest_rank():

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from simnet_world import FakeCommands, wait_for
 
-from simnet import fleet, gather, run_scenario, runner
+from simnet import fleet, gatherer, run_scenario, runner
 from simnet.fleet import Fleet
-from simnet.gather import Gatherer, NodeRecord, Recording
+from simnet.gather import NodeRecord, Recording
+from simnet.gatherer import Gatherer
 from simnet.scenario import Scenario, parse_scenario
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
@@ -21,7 +22,7 @@ def _hurry(monkeypatch):
     monkeypatch.setattr(runner, "FINISH_GRACE_S", 0.5)
     monkeypatch.setattr(fleet, "TERM_AFTER_S", 1.0)
     monkeypatch.setattr(fleet, "END_TIMEOUT_S", 1.5)
-    monkeypatch.setattr(gather, "SAMPLE_S", 0.0)
+    monkeypatch.setattr(gatherer, "SAMPLE_S", 0.0)
 
 
 def plan(small) -> Scenario:
@@ -47,23 +48,23 @@ def test_a_child_that_a_node_leaves_at_the_end_fails_the_simulation(tmp_path: Pa
 
 
 def test_a_child_that_a_node_leaves_meanwhile_is_found_too(small, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(gather, "LEFT_AFTER_S", 0.0)
+    monkeypatch.setattr(gatherer, "LEFT_AFTER_S", 0.0)
     scenario = plan(small)
     commands = FakeCommands(inference_0={"orphans": True, "total_steps": 1})
     with Fleet(scenario, tmp_path, commands=commands) as nodes:
         recording = Recording(
             scenario, "", 0, 0, [NodeRecord(one.name, one.role, "", one.cheat) for one in scenario.nodes()]
         )
-        gatherer = Gatherer(nodes, recording)
+        watcher = Gatherer(nodes, recording)
         nodes.start("inference-0")
 
         def left() -> list[str]:
-            gatherer.poll()
+            watcher.poll()
             nodes.reap()
             return recording.left_behind
 
         found = wait_for(left)
-        gatherer.close()
+        watcher.close()
         child = (tmp_path / "nodes" / "inference-0" / "data" / "child.pid").read_text()
     assert found == [f"inference-0: pid {child}"]
     (node,) = [one for one in recording.nodes if one.name == "inference-0"]

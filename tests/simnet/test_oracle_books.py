@@ -32,6 +32,7 @@ from protocol.records import Submission
 from simnet.oracles.books import Account, Books, Copy, StepSeen, read_books
 from simnet.oracles.logs import read_checkpoints
 from simnet.oracles.promises import Promise
+from simnet.report import build_report
 
 ALICE = Identity.from_phrase("alice")
 CONTENT = b"rollouts" * 10
@@ -60,6 +61,25 @@ def test_a_ledger_is_read_as_plain_values(tmp_path):
     assert books.steps == [StepSeen(0, [FILES[0].id.hex()], 3, 4)]
     assert [(one.peer_id, one.accepted) for one in books.accounts] == [(str(ALICE.peer_id), 1)]
     assert isinstance(books.accounts[0], Account)
+
+
+def test_judged_is_when_the_vote_was_signed_that_settled_it(tmp_path, monkeypatch):
+    """The quorum's last vote for what came of it, in the ledger's order: no other one, and none to the contrary."""
+    judges = [VALIDATOR, *(Identity.from_phrase(name) for name in ("v2", "v3", "v4"))]
+    keys = tuple(one.peer_id.public_key for one in judges)
+    manifest = sealed(make_manifest(validators=keys, quorum=2), OPERATOR)
+    monkeypatch.setattr("test_oracle_books.MANIFEST", manifest)
+    monkeypatch.setattr("test_oracle_books.RUN", manifest.id)
+    one, other = (make_submission(ALICE, manifest.id, index=at) for at in range(2))
+    said = [("reject", 90), ("accept", 10), ("accept", 30)]
+    votes = [
+        make_verdict(one, by=by, outcome=what, issued_at_ms=at).data
+        for by, (what, at) in zip(judges, said, strict=False)
+    ]
+    half = make_verdict(other, by=VALIDATOR, issued_at_ms=70).data
+    books = read_books({"trainer-0": data_dir(tmp_path, [one.data, *votes, other.data, half])}, trainer="trainer-0")
+    assert books.breaches == []
+    assert [(seen.state, seen.judged_ms) for seen in books.submissions] == [("accepted", 30), ("pending", None)]
 
 
 def test_a_copy_agrees_as_long_as_it_is_the_beginning_of_the_trainers(tmp_path):
@@ -167,6 +187,48 @@ def test_an_accept_of_a_stranger_is_no_promise(tmp_path):
     assert [one.accepts for one in promises_of(tmp_path, a=author)] == [0, 1]
 
 
+@pytest.mark.parametrize("column", ["envelope", "receipt"])
+@pytest.mark.parametrize("value", ["text", 1 << 40])
+def test_a_row_of_another_type_is_a_note_and_no_exception(tmp_path, column, value):
+    """Attack: a relay's store holds text or numbers where bytes belong; so many zeros would fill the memory."""
+    relay = relay_dir(tmp_path / "r", handed_in())
+    with closing(sqlite3.connect(relay / "relay" / "relay.sqlite")) as database, database:
+        database.execute(f"UPDATE feed SET {column} = ? WHERE kind = 'submission'", (value,))
+    books = books_of(tmp_path, r=relay)
+    assert books.sources == {"store": [], "outbox": [], "docket": []}
+    assert any("the store of r" in note for note in books.notes)
+
+
+def test_a_manifest_of_another_type_in_a_relays_store_spoils_its_copy_alone(tmp_path):
+    """Attack: a relay's own records are text."""
+    relay = data_dir(relay_dir(tmp_path / "r", handed_in()), ENTRIES[:1])
+    (relay / "manifest").unlink()
+    with closing(sqlite3.connect(relay / "relay" / "relay.sqlite")) as database, database:
+        database.execute("INSERT INTO documents VALUES ('manifest', 'text')")
+    books = books_of(tmp_path, r=relay)
+    assert (books.problem, books.copies) == ("", [])
+    assert any("the copy of r" in note for note in books.notes)
+
+
+def test_whose_disks_were_read_to_the_end_is_told(tmp_path):
+    files = handed_in()
+    books = books_of(
+        tmp_path,
+        r=relay_dir(tmp_path / "r", files),
+        a=outbox_dir(tmp_path / "a", files),
+        v=docket_dir(tmp_path / "v", files[0], posted_to=RELAY),
+        none=tmp_path / "none",
+    )
+    assert books.sources == {"store": ["r"], "outbox": ["a"], "docket": ["v"]}
+    assert {(one.step, one.checkpoint_step) for one in books.promises} == {(0, 0)}
+
+
+def test_what_breaks_while_the_ledger_is_read_is_a_problem_and_no_exception(tmp_path, monkeypatch):
+    """A report without a ledger is still one, and says that the oracles by the ledger have failed."""
+    monkeypatch.setattr("simnet.oracles.books.find_material", lambda _: 1 / 0)
+    assert "ZeroDivisionError" in read_books({"trainer-0": tmp_path}, trainer="trainer-0").problem
+
+
 def test_where_a_relays_store_cannot_be_read_nothing_is_called_dropped(tmp_path):
     (tmp_path / "r" / "relay").mkdir(parents=True)
     (tmp_path / "r" / "relay" / "relay.sqlite").write_bytes(b"no database at all" * 100)
@@ -202,6 +264,13 @@ def test_a_store_that_is_none_is_noted(tmp_path):
     books = read_books({"trainer-0": data_dir(tmp_path / "t", ENTRIES), "relay-0": tmp_path / "r"}, trainer="trainer-0")
     assert books.promises == []
     assert any("relay-0" in note for note in books.notes)
+
+
+def test_what_could_not_be_read_is_in_the_report():
+    evidence = make_evidence()
+    evidence.books.notes = ["the store of relay-0 cannot be read: torn"]
+    evidence.recording.notes = ["no packets are lost"]
+    assert build_report(evidence.recording, evidence).notes == ["no packets are lost", *evidence.books.notes]
 
 
 def test_no_ledger_is_a_problem_and_no_exception(tmp_path):

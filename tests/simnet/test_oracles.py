@@ -9,7 +9,7 @@ from oracle_world import CHEAT, HONEST, START_MS, judgement, make_evidence, proc
 from simnet.gather import FaultMark, Life, NodeRecord, Sample
 from simnet.oracles import Evidence, judge_all
 from simnet.oracles.books import Books, Copy, StepSeen
-from simnet.oracles.machine import theil_sen
+from simnet.oracles.growth import theil_sen
 from simnet.oracles.promises import Promise
 
 
@@ -151,7 +151,10 @@ def test_credits_that_the_trainer_tells_otherwise_fail(evidence):
     """Attack: the trainer shows a contributor more credits than its ledger gives."""
     evidence.recording.trainer.contributors[0].credits += 1
     assert "inference-0" in judgement(evidence, "credits").finding
-    evidence.recording.nodes[0].lives[-1].final = False  # its last word may be older than its ledger
+    last = evidence.recording.nodes[0].lives[-1]
+    last.final = False
+    assert judgement(evidence, "credits").outcome == "failed"  # it ended by itself, and writes a last word then
+    last.exit_code = -9  # its last word may be older than its ledger
     assert judgement(evidence, "credits").outcome == "could not tell"
 
 

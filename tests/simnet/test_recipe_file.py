@@ -30,7 +30,7 @@ def mine(tmp_path, **replaced):
 def written(scenario, tmp_path):
     write_recipe(scenario.run, tmp_path / "recipe.toml", seed=3)
     recipe = load_recipe(tmp_path / "recipe.toml")
-    check_possible(scenario, recipe)
+    check_possible(scenario, recipe, seed=3)
     return recipe
 
 
@@ -43,7 +43,9 @@ def test_a_bare_recipe_is_run_by_a_small_fleet_as_it_is(tmp_path):
     assert "1 trainer, 2 relays, 1 validator, 2 inference nodes" in scenario.title
     recipe = written(scenario, tmp_path)
     assert (recipe.batch, recipe.optimiser.seed) == (load_recipe("demo").batch, 3)
-    assert written(load_scenario(mine(tmp_path), short=True), tmp_path).batch.total_steps == 5
+    assert scenario.expect.steps_at_least == recipe.batch.total_steps == 50
+    short = load_scenario(mine(tmp_path), short=True)
+    assert short.expect.steps_at_least == written(short, tmp_path).batch.total_steps == 5
 
 
 def test_a_bare_recipe_has_as_many_validators_as_must_agree_and_lets_the_fleet_in(tmp_path):

@@ -3,11 +3,12 @@ import json
 import re
 
 import pytest
-from simnet_world import peer_id
+from simnet_world import peer_id, status
 
-from simnet.gather import Contributor, Details, EvaluationSeen, NodeRecord, PassSeen, RelaySeen, parse_status
+from simnet.gather import Contributor, Details, EvaluationSeen, Life, NodeRecord, PassSeen, RelaySeen
+from simnet.gatherer import parse_status
 from simnet.oracles import Evidence
-from simnet.oracles.books import Books, Judge
+from simnet.oracles.books import Books, Judge, StepSeen
 from simnet.report import build_report, write_report
 from simnet.scenario import Expect
 from simnet.summary import Downloads
@@ -35,6 +36,27 @@ def test_the_figures_of_a_run(recording):
     assert report.trainer_wait_fraction == pytest.approx(0.3)
     assert report.weights_from_relays_only
     assert report.unexpected_exits == []
+
+
+def test_the_trainers_wait_is_that_of_all_its_lives(recording):
+    trainer = recording.nodes[0]
+    earlier = Life(9, recording.started_ms - 10, recording.started_ms - 5, -9, "kill")
+    earlier.status = status("trainer-0", details=Details(wait_s=70.0, train_s=30.0))
+    trainer.lives.insert(0, earlier)
+    assert build_report(recording).trainer_wait_fraction == pytest.approx(0.5)
+
+
+def test_what_is_rejected_of_honest_nodes_is_counted_and_of_cheats_is_not(recording):
+    recording.trainer.contributors[0].rejected = {"late": 2, "toploc": 1}
+    report = build_report(recording)
+    assert (report.honest_rejected, report.passed) == (3, False)
+
+
+def test_steps_that_no_status_told_of_are_counted_by_the_ledger(recording):
+    recording.rewards = dict.fromkeys(range(1, 17), 0.5)
+    steps = [StepSeen(step, [], 0, 1) for step in range(20)]
+    assert build_report(recording).steps == 16
+    assert build_report(recording, Evidence(recording, Books(steps=steps))).steps == 20
 
 
 def test_bytes_of_all_lives_of_a_relay_are_added(recording):
@@ -115,12 +137,41 @@ def test_weights_from_elsewhere_are_seen(recording):
         (130, "leave", True),
         (-9, "kill", False),
         (1, "close", False),
+        (-11, "disk-full", True),
+        (0, "disk-full", True),
+        (1, "disk-full", True),  # it had come to work there
     ],
 )
 def test_an_exit_is_unexpected_when_nobody_asked_for_it_or_leaving_failed(recording, code, ended_by, unexpected):
     life = next(node for node in recording.nodes if node.name == "inference-0").lives[0]
     life.exit_code, life.ended_by = code, ended_by
     assert bool(build_report(recording).unexpected_exits) is unexpected
+
+
+def test_a_full_disk_explains_that_a_node_does_not_start_on_it(recording):
+    life = next(node for node in recording.nodes if node.name == "inference-0").lives[0]
+    life.exit_code, life.ended_by, shown, life.status = 1, "disk-full", life.status, None
+    assert build_report(recording).unexpected_exits == []
+    life.exit_code = -11
+    assert build_report(recording).unexpected_exits == ["inference-0 ended with signal 11"]
+    life.exit_code, life.status = 1, shown
+    assert build_report(recording).unexpected_exits
+    recording.notes = [
+        "full disks are imitated by a limit on the size of files: this is not root"
+    ]  # then nodes meet another error, and may end by it
+    assert build_report(recording).unexpected_exits == []
+
+
+def test_a_node_that_ends_well_before_the_run_does_was_not_asked_to(recording):
+    assert build_report(recording).unexpected_exits == []
+    recording.outcome = "timeout"
+    assert "inference-0 ended with exit code 0" in build_report(recording).unexpected_exits
+
+
+def test_a_node_that_had_to_be_killed_at_the_close_is_said_to_be_so(recording):
+    life = recording.nodes[2].lives[-1]
+    life.exit_code, life.ended_by = -9, "close"
+    assert build_report(recording).nodes[2].state == "killed at the close"
 
 
 @pytest.mark.parametrize(

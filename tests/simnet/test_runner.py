@@ -162,6 +162,27 @@ def test_a_trainer_that_ends_on_its_own_ends_the_simulation_with_its_last_words(
     assert "the disk is on fire" in capfd.readouterr().out
 
 
+def test_a_trainer_that_ends_well_before_its_last_step_has_not_finished(scenario, tmp_path):
+    code, report = run(scenario, tmp_path, trainer_0={**GOOD, "steps_trained": 3})
+    assert (code, report["outcome"]) == (1, "failed")
+    assert "ended with code 0 after 3 of 8 steps" in report["problem"]
+
+
+def test_what_a_fault_did_is_recorded_and_what_it_could_not_do_is_noted(scenario, tmp_path):
+    changes = {
+        "run": {"overrides": {"batch": {"total_steps": 30}}},
+        "fault": [
+            {"node": "inference-0", "action": "clock", "at_step": 1, "seconds": -7.5},
+            {"node": "validator-0", "action": "stop", "at_step": 10, "for_s": 0.2},
+        ],
+    }
+    behaviour = {"trainer_0": {**GOOD, "total_steps": 30}, "validator_0": {"crash_at": 2}}
+    _, report = run(scenario, tmp_path, overrides=changes, **behaviour)
+    marks = [(fault["node"], fault["action"], fault["seconds"]) for fault in report["faults"]]
+    assert marks == [("inference-0", "clock", -7.5)]
+    assert report["notes"] == ["validator-0 was not there to stop"]
+
+
 def test_a_first_relay_that_cannot_start_is_told_with_its_last_words(scenario, tmp_path):
     code, report = run(scenario, tmp_path, relay_0={"exit_code": 1})
     assert (code, report["outcome"]) == (1, "failed")

@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -117,6 +120,21 @@ def test_nodes_of_several_entries_are_numbered_through(small):
         (lambda t: t.update(until={"step": 3}, fault=[fault(action="kill", at_step=4)]), "to kill at step 4"),
         (lambda t: t.update(expect={"reward_at_least": float("nan")}), "reward_at_least = nan is not a finite number"),
         (lambda t: t["run"].update(overrides={"batch": {"deadline_s": float("inf")}}), "deadline_s = inf is not"),
+        (lambda t: t.update(short=3), r"\[short\] is '3' and not a table"),
+        (lambda t: t.update(short={"until": {"timeout_s": -4}}), "the short form cannot be run: .*until.timeout_s"),
+        (lambda t: t.update(short={"fault": [gone("relay-7", at_s=1.0)]}), "the short form .* unknown node 'relay-7'"),
+        (lambda t: t.update(short={"unasked": ["honest_rejected"]}), "unknown expectation 'honest_rejected'"),
+        (
+            lambda t: t.update(expect={"honest_rejected": 0}, short={"unasked": ["honest_rejects"]}),
+            "unknown expectation 'honest_rejects'; did you mean 'honest_rejected'",
+        ),
+        (lambda t: t.update(short={"unasked": "honest_rejected"}), "unasked is a list of names"),
+        (lambda t: t.update(expect={"trainer_wait_fraction_at_most": 1.0}), "< 1.0"),
+        (lambda t: t.update(expect={"steps_at_least": 0}), ">= 1"),
+        (lambda t: t["fleet"][0].update(name="a\n"), "fleet.*name"),
+        (lambda t: t["run"].update(name="x\n"), "run.name"),
+        (lambda t: t.update(link={"home": {"up_mbit": 1e-9}}), ">= 0.01"),
+        (lambda t: t.update(link={"home": {"up_mbit": 1}}), "no node has the link 'home'"),
         (lambda t: t["fleet"][1].update(disk_mb=64), "relay-0: disk_mb is 64, and a relay starts with 72 MB"),
     ],
 )
@@ -159,7 +177,7 @@ def test_every_short_form_is_sound_and_no_larger(name):
         (lambda t: t.update(fault=[gone("inference-0", "partition", at_step=5)]), "there is no inference any more"),
         (
             lambda t: t.update(
-                until={"finished": False}, expect={"steps_at_least": 9}, fault=[gone("trainer-0", at_step=8)]
+                until={"finished": False}, expect={"steps_at_least": 9}, fault=[gone("trainer-0", "stop", at_step=8)]
             ),
             "step 9 is to be reached",
         ),
@@ -170,7 +188,7 @@ def test_what_the_run_can_never_come_to_is_refused(small, change, message):
     recipe = load_recipe("demo")
     recipe = msgspec.structs.replace(recipe, evaluation=EvaluationSettings(every_steps=0))
     with pytest.raises(ConfigError, match=message):
-        check_possible(parse_scenario(small, name="x"), recipe)
+        check_possible(parse_scenario(small, name="x"), recipe, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -179,15 +197,15 @@ def test_what_the_run_can_never_come_to_is_refused(small, change, message):
         lambda t: t.update(fault=[gone("trainer-0", at_step=5, for_s=3.0)]),
         lambda t: t.update(fault=[gone("trainer-0", at_step=5), gone("trainer-0", "join", at_step=6)]),
         lambda t: t.update(fault=[gone("relay-0", "clock", at_step=5, seconds=3.0)]),
-        lambda t: t.update(until={"step": 5}, fault=[gone("trainer-0", at_step=5)]),
-        lambda t: t.update(until={"finished": False}, fault=[gone("trainer-0", at_step=5)]),
+        lambda t: t.update(until={"step": 5}, fault=[gone("trainer-0", "stop", at_step=5)]),
+        lambda t: t.update(until={"finished": False}, fault=[gone("trainer-0", "stop", at_step=5)]),
         lambda t: (t["fleet"].append({"role": "relay"}), t.update(fault=[gone("relay-0", at_step=5)])),
         lambda t: t.update(expect={"reward_at_least": 1.0, "accepted_per_honest_at_least": 800}),
     ],
 )
 def test_what_the_run_may_come_to_is_taken(small, change):
     change(small)
-    check_possible(parse_scenario(small, name="x"), load_recipe("demo"))
+    check_possible(parse_scenario(small, name="x"), load_recipe("demo"), seed=0)
 
 
 @pytest.mark.parametrize("short", [False, True])
@@ -195,7 +213,8 @@ def test_what_the_run_may_come_to_is_taken(small, change):
 def test_what_every_shipped_scenario_wants_can_be_had(name, short, tmp_path):
     scenario = load_scenario(name, short=short)
     write_recipe(scenario.run, tmp_path / "recipe.toml", seed=0)
-    check_possible(scenario, load_recipe(tmp_path / "recipe.toml"))
+    for seed in range(20):
+        check_possible(scenario, load_recipe(tmp_path / "recipe.toml"), seed=seed)
 
 
 def test_the_short_form_replaces_values_and_counts(small):
@@ -204,6 +223,32 @@ def test_the_short_form_replaces_values_and_counts(small):
     short, whole = (parse_scenario(small, name="x", short=flag) for flag in (True, False))
     assert (len(short.nodes()), short.until.timeout_s) == (6, 9.0)
     assert (len(whole.nodes()), whole.until.timeout_s) == (9, 30.0)
+
+
+def test_what_the_whole_asks_may_be_left_unasked_in_the_short_form(small):
+    small["expect"] = {"honest_rejected": 0, "trainer_wait_fraction_at_most": 0.1}
+    small["short"] = {"unasked": ["trainer_wait_fraction_at_most"]}
+    short, whole = (parse_scenario(small, name="x", short=flag).expect for flag in (True, False))
+    assert (short.trainer_wait_fraction_at_most, short.honest_rejected) == (None, 0)
+    assert whole.trainer_wait_fraction_at_most == 0.1
+
+
+def test_a_link_may_be_one_of_the_short_form_alone(small):
+    small["link"] = {"home": {"up_mbit": 1}}
+    small["short"] = {"fleet": [dict(entry) for entry in small["fleet"]]}
+    small["short"]["fleet"][3]["link"] = "home"
+    assert parse_scenario(small, name="x").nodes()[3].link.up_mbit is None
+    assert parse_scenario(small, name="x", short=True).nodes()[3].link.up_mbit == 1
+
+
+@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("name", scenario_names())
+def test_a_shipped_scenario_that_is_to_finish_expects_all_steps(name, short, tmp_path):
+    scenario = load_scenario(name, short=short)
+    write_recipe(scenario.run, tmp_path / "recipe.toml", seed=0)
+    total = load_recipe(tmp_path / "recipe.toml").batch.total_steps
+    assert scenario.expect.steps_at_least == total or not scenario.until.finished
+    assert scenario.expect.steps_at_least
 
 
 def test_a_node_has_the_link_and_the_disk_that_its_scenario_says(small):
@@ -227,9 +272,25 @@ def test_a_file_that_is_no_scenario_is_a_named_error(tmp_path: Path, content: by
         load_scenario(path)
 
 
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str):
+    """Attack: a name that leads to a pipe, which nobody writes to, or to a device that never ends."""
+    path = tmp_path / "odd.toml"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    code = f"from simnet.scenario import load_scenario\nload_scenario({str(path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=False)
+    assert "no file that can be read as a scenario" in done.stderr
+
+
 def test_a_missing_file_is_a_named_error(tmp_path: Path):
     with pytest.raises(ConfigError, match="cannot be read"):
         load_scenario(tmp_path / "none.toml")
+    (tmp_path / "directory.toml").mkdir()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_scenario(tmp_path / "directory.toml")
 
 
 def test_overrides_replace_values_and_leave_their_neighbours():

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simnet_world import FakeCommands, peer_id
 
-from simnet import gather
+from simnet import gatherer as gatherer_module
 from simnet.fleet import Fleet
-from simnet.gather import Gatherer, extend_timeline, parse_status
+from simnet.gather import SILENT_MS, Life
+from simnet.gatherer import Gatherer, extend_timeline, note_silence, parse_status
 
 
 def test_a_status_keeps_what_is_known_and_ignores_the_rest():
@@ -32,10 +33,42 @@ def test_any_bytes_give_a_status_or_none(data):
 
 
 def test_a_timeline_grows_by_what_is_new_and_stays_bounded(monkeypatch):
-    monkeypatch.setattr(gather, "MAX_SEGMENTS", 3)
+    monkeypatch.setattr(gatherer_module, "MAX_SEGMENTS", 3)
     timeline = [(1, "working", "a"), (2, "waiting", "b")]
     extend_timeline(timeline, [(2, "waiting", "b"), (3, "working", "c"), (4, "waiting", "d")])
     assert timeline == [(2, "waiting", "b"), (3, "working", "c"), (4, "waiting", "d")]
+
+
+def test_a_silence_lasts_from_the_last_answer_to_the_last_question():
+    life = Life(1, started_ms=1000)
+    note_silence(life, since_ms=0, until_ms=1000 + SILENT_MS - 1)
+    assert life.silences == []
+    note_silence(life, since_ms=0, until_ms=1000 + SILENT_MS)
+    note_silence(life, since_ms=0, until_ms=50_000)
+    life.status_at_ms = 60_000
+    note_silence(life, since_ms=0, until_ms=75_000)
+    assert life.silences == [(1000, 50_000), (60_000, 75_000)]
+
+
+def test_nobody_is_silent_while_the_simulation_itself_stood_still(recording, tmp_path, monkeypatch):
+    watcher = Gatherer(Fleet(recording.scenario, tmp_path, commands=FakeCommands()), recording)
+    found = []
+    for at_ms in (1_000_000, 1_020_000, 2_000_000, 2_001_000):
+        monkeypatch.setattr(gatherer_module, "now_ms", lambda at_ms=at_ms: at_ms)
+        watcher.poll()
+        found.append(watcher._looking_since_ms)
+    watcher.close()
+    assert found == [1_000_000, 1_000_000, 2_000_000, 2_000_000]
+
+
+def test_silences_are_bounded(monkeypatch):
+    """Attack: a node answers now and then, to fill the recording."""
+    monkeypatch.setattr(gatherer_module, "MAX_SILENCES", 3)
+    life = Life(1, started_ms=0)
+    for number in range(10):
+        life.status_at_ms = 100_000 * number
+        note_silence(life, since_ms=0, until_ms=100_000 * number + 20_000)
+    assert len(life.silences) == 3
 
 
 class Endless(BaseHTTPRequestHandler):
@@ -59,7 +92,7 @@ def test_an_endless_status_is_given_up():
     thread.start()
     try:
         with pytest.raises(ValueError, match="too large or comes too slowly"):
-            gather._fetch(f"http://127.0.0.1:{server.server_port}/status", nullcontext)
+            gatherer_module._fetch(f"http://127.0.0.1:{server.server_port}/status", nullcontext)
     finally:
         server.shutdown()
         server.server_close()
@@ -70,14 +103,14 @@ def test_an_endless_status_is_given_up():
 def test_only_loopback_pages_are_read(url: str):
     """Attack: a node writes another address to its status.url, to have the simulation ask there."""
     with pytest.raises(ValueError, match="not a loopback"):
-        gather._fetch(url, nullcontext)
+        gatherer_module._fetch(url, nullcontext)
 
 
 def test_a_final_status_that_is_too_large_is_left_alone(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(gather, "MAX_STATUS_BYTES", 10)
+    monkeypatch.setattr(gatherer_module, "MAX_STATUS_BYTES", 10)
     path = tmp_path / "status-final.json"
     path.write_text(json.dumps({"peer_id": peer_id("a"), "pid": 1, "state": "finished"}))
-    assert gather._read_final(path) is None
+    assert gatherer_module._read_final(path) is None
 
 
 def test_verdicts_against_a_node_are_kept_when_the_trainer_has_forgotten_them(recording, tmp_path):
@@ -95,7 +128,7 @@ def test_whether_the_machine_tells_waits_for_a_core_is_recorded(recording, tmp_p
     """Once it did: the first look may be before any thread had to wait."""
     found = []
     for waited_s in (0.0, 0.2, 0.0):
-        monkeypatch.setattr(gather, "core_wait_s", lambda waited_s=waited_s: waited_s)
+        monkeypatch.setattr(gatherer_module, "core_wait_s", lambda waited_s=waited_s: waited_s)
         gatherer = Gatherer(Fleet(recording.scenario, tmp_path / str(len(found)), commands=FakeCommands()), recording)
         gatherer.poll()
         gatherer.close()

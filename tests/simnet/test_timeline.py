@@ -59,6 +59,37 @@ def test_faults_of_a_node_are_in_their_order(drawn):
         assert moments == sorted(moments)
 
 
+def test_what_is_drawn_strikes_in_its_order_beside_what_the_file_has(drawn):
+    drawn["fault"] = [{"node": "inference-1", "action": "kill", "at_s": 30, "for_s": 1}]
+    plan = [fault for fault in plan_faults(parse_scenario(drawn, name="x"), 5) if fault.node == "inference-1"]
+    moments = [fault.at_s for fault in plan]
+    assert moments == sorted(moments)
+    assert moments[0] < 30 < moments[-1]
+
+
+def test_faults_of_both_clocks_keep_the_order_of_the_file_and_are_told_so(small):
+    small["fault"] = [
+        {"node": "inference-0", "action": "kill", "at_step": 20},
+        {"node": "inference-0", "action": "join", "at_s": 5},
+        {"node": "inference-0", "action": "stop", "at_step": 21, "for_s": 1},
+    ]
+    assert lines(small, 0) == [
+        "step 20: inference-0 kill",
+        "5 s or later: inference-0 join",
+        "step 21 or later: inference-0 stop for 1.0 s",
+    ]
+
+
+def test_two_draws_of_one_seed_and_two_scenarios_with_the_same_draw_have_nothing_in_common(small):
+    small["until"] = {"timeout_s": 100}
+    draw = {"nodes": "inference-0", "actions": ["stop"], "count": 4, "from_s": 5, "to_s": 50}
+    small["random"] = [draw, {**draw, "nodes": "validator-0"}]
+    first, other = (plan_faults(parse_scenario(small, name=name), 7) for name in ("x", "y"))
+    of = {node: {fault.at_s for fault in first if fault.node == node} for node in ("inference-0", "validator-0")}
+    assert not of["inference-0"] & of["validator-0"]
+    assert not {fault.at_s for fault in first} & {fault.at_s for fault in other}
+
+
 def test_another_draw_does_not_move_the_first_one(drawn):
     before = [line for line in lines(drawn, 1) if "inference" in line]
     drawn["random"].append({"nodes": "validator-0", "actions": ["stop"], "count": 3, "from_s": 1, "to_s": 2})
@@ -91,6 +122,7 @@ def test_staggered_joins_and_leaves_are_faults(small):
 
 
 def test_what_is_drawn_is_the_same_on_a_machine_that_holds_fewer_nodes(small):
+    small["until"] = {"timeout_s": 100}
     small["fleet"].append({"role": "watch", "count": 9, "fill": True})
     small["random"] = [{"nodes": "watch-*", "actions": ["kill"], "count": 30, "from_s": 5, "to_s": 20}]
     large = parse_scenario(small, name="x")

@@ -1,0 +1,237 @@
+"""Fills a recording from a fleet: reads the nodes' loopback status pages, notes who starts and who ends, takes samples.
+
+A status is hostile until checked: its size and the time to read it are bounded, and it must have the expected form.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from p2p.canary import core_wait_s
+from simnet.fleet import Fleet, Member, Past
+from simnet.gather import SILENT_MS, Life, NodeRecord, Recording, Sample, Status, VerdictRow, now_ms
+from simnet.processes import ProcessTable
+from simnet.sampling import SAMPLE_S, Pulse, look, processes_within
+
+log = logging.getLogger(__name__)
+
+READ_TIMEOUT_S = 1.0
+LOOKED_AWAY_MS = 30_000
+"""Between two polls; after that nobody knows whether a node was silent meanwhile."""
+MAX_STATUS_BYTES = 8 * 2**20
+MAX_SAMPLES = 1000
+MAX_SEGMENTS = 20_000
+MAX_AGAINST = 200
+MAX_SILENCES = 100
+LEFT_AFTER_S = 10.0
+MAX_LEFT_BEHIND = 100
+FINAL_STATUS_FILE = "status-final.json"
+
+
+class Gatherer:
+    """Fills a recording from a fleet, one round at a time."""
+
+    def __init__(self, fleet: Fleet, recording: Recording) -> None:
+        self.recording = recording
+        self._fleet = fleet
+        self._records = {record.name: record for record in recording.nodes}
+        self._seen_against: set[tuple[str, str]] = set()
+        self._pool = ThreadPoolExecutor(max_workers=16, thread_name_prefix="status")
+        self._next_look_s = 0.0
+        self._polled_ms = 0
+        self._looking_since_ms = 0
+        self._pulse = Pulse()
+        self._pulse.start()
+
+    def close(self) -> None:
+        self._pulse.stop()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def poll(self) -> None:
+        """Read every running node's status and note who started and who ended; takes about `READ_TIMEOUT_S` at most."""
+        members = list(self._fleet.members.values())
+        statuses = self._pool.map(_read_member, members)
+        self._look_on()
+        for member, status in zip(members, statuses, strict=True):
+            self._note(member, self._records[member.plan.name], status)
+        if time.monotonic() >= self._next_look_s:
+            self._look(members)
+            self._next_look_s = time.monotonic() + SAMPLE_S
+        self._sample()
+
+    def look_behind(self) -> None:
+        """Once every node has ended: which processes have not, or had to be made to."""
+        directories = {member.plan.name: member.directory for member in self._fleet.members.values()}
+        left = [f"{name}: pid {pid}" for name, pids in processes_within(directories).items() for pid in pids]
+        self._keep_left_behind([*self._fleet.left_behind, *left])
+
+    def read_final(self) -> None:
+        """Take over what nodes wrote about themselves as they ended."""
+        for member in self._fleet.members.values():
+            record = self._records[member.plan.name]
+            status = _read_final(member.data_dir / FINAL_STATUS_FILE)
+            if status and record.lives and record.lives[-1].pid == status.pid:
+                record.lives[-1].status, record.lives[-1].final = status, True
+                extend_timeline(record.timeline, status.timeline)
+        self._sample()
+
+    def _look_on(self) -> None:
+        """A simulation that stood still itself (a machine that slept) has not seen anybody be silent meanwhile."""
+        at_ms = now_ms()
+        if at_ms - self._polled_ms > LOOKED_AWAY_MS:
+            self._looking_since_ms = at_ms
+        self._polled_ms = at_ms
+
+    def _note(self, member: Member, record: NodeRecord, status: Status | None) -> None:
+        while member.past:
+            _note_past(record, member.past.popleft())
+        if member.process is None:
+            return
+        record.cpu_s, record.peak_memory_bytes = member.usage.cpu_s, member.usage.peak_bytes
+        if not record.lives or record.lives[-1].pid != member.process.pid:
+            record.lives.append(Life(pid=member.process.pid, started_ms=member.started_ms))
+        life = record.lives[-1]
+        if status and status.pid == life.pid:
+            life.status, life.status_at_ms = status, now_ms()
+            extend_timeline(record.timeline, status.timeline)
+        if life.ended_ms is None and (code := member.process.poll()) is not None:
+            life.ended_ms, life.exit_code, life.ended_by = now_ms(), code, member.ended_by
+        if life.ended_ms is None:
+            note_silence(life, since_ms=self._looking_since_ms, until_ms=now_ms())
+
+    def _look(self, members: list[Member]) -> None:
+        """What every process takes of the machine, and whether any has outlived its node."""
+        table = ProcessTable()
+        for member in members:
+            record = self._records[member.plan.name]
+            if member.process is None or not record.running:
+                continue
+            own = table.key(member.process.pid)
+            keys = {*member.offspring, *table.descendants(member.process.pid), *([own] if own else [])}
+            status = record.lives[-1].status
+            tasks = status.details.discovery.loop.tasks if status else 0
+            look(table, keys, record.processes, network_pid=member.process.pid, tasks=tasks or None)
+        self.recording.late_p99_ms = self._pulse.late_ms(0.99)
+        self.recording.core_waits_known = self.recording.core_waits_known or core_wait_s() > 0
+        self._look_for_left_over(members)
+
+    def _look_for_left_over(self, members: list[Member]) -> None:
+        ended = {
+            member.plan.name: member.directory
+            for member in members
+            if (lives := self._records[member.plan.name].lives)
+            and (lives[-1].ended_ms or now_ms()) < now_ms() - LEFT_AFTER_S * 1000
+        }
+        found = processes_within(ended) if ended else {}
+        self._keep_left_behind([f"{name}: pid {pid}" for name, pids in found.items() for pid in pids])
+
+    def _keep_left_behind(self, found: list[str]) -> None:
+        left = self.recording.left_behind
+        left += [one for one in dict.fromkeys(found) if one not in left][: MAX_LEFT_BEHIND - len(left)]
+
+    def _sample(self) -> None:
+        recording = self.recording
+        self._keep_against(recording.trainer.verdicts)
+        recording.rewards.update(recording.trainer.rewards)
+        samples = recording.samples
+        samples.append(Sample(now_ms(), recording.step, recording.accepted, sum(recording.rejected.values())))
+        if len(samples) > MAX_SAMPLES:
+            del samples[1:-1:2]
+
+    def _keep_against(self, verdicts: list[VerdictRow]) -> None:
+        for verdict in verdicts:
+            key = verdict.submission, verdict.reason
+            if verdict.outcome != "accept" and key not in self._seen_against and len(self._seen_against) < MAX_AGAINST:
+                self._seen_against.add(key)
+                self.recording.against.append(verdict)
+
+
+def note_silence(life: Life, *, since_ms: int, until_ms: int) -> None:
+    """Note for how long a process that runs has given no status, as far as anybody asked for one."""
+    heard_ms = max(life.status_at_ms or life.started_ms, since_ms)
+    if until_ms - heard_ms < SILENT_MS:
+        return
+    if life.silences and life.silences[-1][0] == heard_ms:
+        life.silences.pop()
+    if len(life.silences) < MAX_SILENCES:
+        life.silences.append((heard_ms, until_ms))
+
+
+def _note_past(record: NodeRecord, past: Past) -> None:
+    """A process whose end nobody has looked at, since the next one was started at once."""
+    life = next((one for one in record.lives if (one.pid, one.started_ms) == (past.pid, past.started_ms)), None)
+    if life is None:
+        life = Life(pid=past.pid, started_ms=past.started_ms)
+        record.lives.append(life)
+    if life.ended_ms is None:
+        life.ended_ms, life.exit_code, life.ended_by = past.ended_ms, past.exit_code, past.ended_by
+
+
+def extend_timeline(timeline: list[tuple[int, str, str]], newest: list[tuple[int, str, str]]) -> None:
+    """Append what is younger than the end of a node's timeline; the oldest goes when it grows too long."""
+    last_ms = timeline[-1][0] if timeline else 0
+    timeline.extend(entry for entry in newest if entry[0] > last_ms)
+    del timeline[:-MAX_SEGMENTS]
+
+
+def parse_status(data: bytes) -> Status | None:
+    """A status page's content, or None where it has another form."""
+    try:
+        return msgspec.json.decode(data, type=Status, strict=False)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        log.warning("a status cannot be read error=%s", str(error)[:200])
+        return None
+
+
+def _read_member(member: Member) -> Status | None:
+    if not member.running:
+        return None
+    try:
+        url = (member.data_dir / "status.url").read_text(encoding="ascii")[:256].strip()
+        return parse_status(_fetch(url, member.inside))
+    except (OSError, ValueError, http.client.HTTPException):  # not up yet, stopped, or just ended
+        return None
+
+
+def _fetch(url: str, inside: Callable[[], AbstractContextManager[None]]) -> bytes:
+    parts = urlsplit(url)
+    if parts.scheme != "http" or parts.hostname != "127.0.0.1":
+        raise ValueError(f"not a loopback status address: {url!r}")
+    deadline = time.monotonic() + READ_TIMEOUT_S
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=READ_TIMEOUT_S)
+    try:
+        with inside():
+            connection.connect()
+        connection.request("GET", parts.path)
+        return _read_bounded(connection.getresponse(), deadline)
+    finally:
+        connection.close()
+
+
+def _read_bounded(response: http.client.HTTPResponse, deadline: float) -> bytes:
+    body = bytearray()
+    while block := response.read1(1 << 16):
+        body += block
+        if len(body) > MAX_STATUS_BYTES or time.monotonic() > deadline:
+            raise ValueError("a status that is too large or comes too slowly")
+    if response.status != 200:
+        raise ValueError(f"status code {response.status}")
+    return bytes(body)
+
+
+def _read_final(path: Path) -> Status | None:
+    try:
+        if path.stat().st_size > MAX_STATUS_BYTES:
+            return None
+        return parse_status(path.read_bytes())
+    except OSError:  # a node that was killed leaves none
+        return None

@@ -1,0 +1,158 @@
+"""The oracle about rollouts: each one is trained once, in its turn, and none goes missing on its way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
+from typing import Final
+
+from simnet.oracles.batch_order import PassedOver
+from simnet.oracles.books import Books, StepSeen, SubmissionSeen
+from simnet.oracles.inputs import missing_disks
+from simnet.oracles.judgement import Evidence, Figure, Judgement, listed, no_books
+from simnet.oracles.promises import Promise
+from simnet.oracles.undisturbed import passed_step_ms, undisturbed
+
+ON_ITS_WAY_S: Final = 60.0
+"""What relays received less than this before a simulation was cut off may still have been on its way."""
+MIN_IDLE_S: Final = 5.0
+"""A trainer needs a moment to see that a batch is whole, and longer on a machine that is busy."""
+MAX_IDLE_S: Final = 60.0
+MAX_IDLE_SHARE: Final = 0.1
+"""Whole batches that were not made for so long in all, and for so much of the run, were forgotten."""
+
+
+def no_rollout_lost_or_trained_twice(evidence: Evidence) -> Judgement:
+    """Each accepted submission is trained at most once, in its turn, and none goes missing."""
+    name, books = "each rollout trained once, none lost", evidence.books
+    if books is None or books.problem:
+        return no_books(name, evidence)
+    missing = missing_disks(evidence, books)
+    accepted = [one for one in books.submissions if one.state == "accepted"]
+    wrong = _what_went_wrong(evidence, books, stores_known=not any(one.startswith("the store") for one in missing))
+    idle_s = _idle_s(evidence, books)
+    numbers = _numbers(accepted, books) | {"idle s": round(idle_s, 1)} | {what: len(keys) for what, keys in wrong}
+    found = [f"{len(keys)} {_WORDS[what]}: {listed(keys, limit=2)}" for what, keys in wrong if keys]
+    if idle_s > max(MAX_IDLE_S, MAX_IDLE_SHARE * _length_s(evidence)):
+        found.append(f"for {idle_s:.0f} s no batch was made though all that it was to hold lay there")
+    if found:
+        return Judgement(name, "failed", "; ".join(found) + ".", numbers)
+    if missing:
+        finding = f"Not looked at, as it is missing or cannot be read: {listed(missing)}. In the rest nothing is lost."
+        return Judgement(name, "could not tell", finding, numbers)
+    if not accepted:
+        return Judgement(name, "could not tell", "Nothing was accepted.", numbers)
+    finding = (
+        f"{len(accepted)} submissions accepted: {numbers['trained']} trained once, {numbers['too old']} too old by "
+        f"then, {numbers['left over']} more than the steps needed."
+    )
+    return Judgement(name, "passed", finding, numbers)
+
+
+_WORDS: Final = {
+    "twice": "trained twice",
+    "lost": "received by a relay and missing from the ledger",
+    "never trained": "in a batch that was never trained",
+    "strangers": "trained but not in the ledger",
+    "passed over": "accepted in time and passed over for later ones",
+}
+
+
+def _what_went_wrong(evidence: Evidence, books: Books, *, stores_known: bool) -> list[tuple[str, list[str]]]:
+    """The beginnings of submissions' ids, by the key of what befell them in `_WORDS`."""
+    uses = Counter(key for step in books.steps for key in step.submissions)
+    found: dict[str, Sequence[str]] = {
+        "twice": sorted(key for key, count in uses.items() if count > 1),
+        "lost": [promise.id for promise in _lost(evidence, books, stores_known=stores_known)],
+        "never trained": _untrained(evidence, books),
+        "strangers": sorted(uses.keys() - {one.id for one in books.submissions}),
+        "passed over": _passed_over(books.passed_over),
+    }
+    return [(what, [key[:12] for key in keys]) for what, keys in found.items()]
+
+
+def _numbers(accepted: Sequence[SubmissionSeen], books: Books) -> dict[str, Figure]:
+    return {
+        "accepted": len(accepted),
+        "trained": len(set(chain.from_iterable(step.submissions for step in books.steps))),
+        "too old": sum(_too_old(one, books) for one in accepted),
+        "left over": sum(one.used_in is None and not _too_old(one, books) for one in accepted),
+        "promised": len(books.promises),
+    }
+
+
+def _lost(evidence: Evidence, books: Books, *, stores_known: bool) -> list[Promise]:
+    """What validators accepted, or relays dropped after a receipt, of an honest contributor's, and the ledger lacks."""
+    known = {one.id for one in books.submissions}
+    standing = {account.peer_id: account.standing for account in books.accounts}
+    return [
+        promise
+        for promise in books.promises
+        if promise.id not in known
+        and (promise.accepts >= books.quorum or (promise.dropped and stores_known))
+        and promise.contributor in evidence.honest
+        and standing.get(promise.contributor, "active") == "active"
+        and (evidence.over or _had_time(evidence, books, promise))
+    ]
+
+
+def _had_time(evidence: Evidence, books: Books, promise: Promise) -> bool:
+    """Whether a promise was given long before the run was cut off.
+
+    The time in a receipt is a relay's. Where relays' clocks are put wrong it says nothing, and our own clock has to say
+    that the submission's policy was too old for any batch since long.
+    """
+    until_ms = _over_ms(evidence) - 1000 * ON_ITS_WAY_S
+    if not _relays_clocks_wrong(evidence):
+        return promise.received_ms < until_ms
+    too_old_ms = passed_step_ms(evidence.recording, promise.checkpoint_step + books.max_staleness)
+    return too_old_ms is not None and too_old_ms < until_ms
+
+
+def _relays_clocks_wrong(evidence: Evidence) -> bool:
+    relays = {node.name for node in evidence.recording.nodes if node.role == "relay"}
+    ahead = {plan.name for plan in evidence.recording.scenario.nodes() if plan.clock_ahead_s}
+    return bool(relays & (ahead | {one.node for one in evidence.recording.faults if one.action == "clock"}))
+
+
+def _untrained(evidence: Evidence, books: Books) -> list[str]:
+    """What is in a batch that was never trained, although the run has finished."""
+    if not evidence.over:
+        return []
+    return [key for step in books.steps if step.trained_ms is None for key in step.submissions]
+
+
+def _passed_over(found: Sequence[PassedOver]) -> list[str]:
+    """Each once, however many batches left it out."""
+    return list(dict.fromkeys(one.id for one in found))
+
+
+def _idle_s(evidence: Evidence, books: Books) -> float:
+    """For how long batches were not made that could have been, but for what faults of the trainer explain."""
+    spans = [
+        span
+        for node in evidence.recording.nodes
+        if node.role == "trainer"
+        for span in undisturbed(node, evidence.recording)
+    ]
+    idle = [step for step in books.steps if step.idle_ms > 1000 * MIN_IDLE_S and _within(step, spans)]
+    return sum(step.idle_ms for step in idle) / 1000
+
+
+def _within(step: StepSeen, spans: Sequence[tuple[int, int]]) -> bool:
+    ready_ms = step.committed_ms - step.idle_ms
+    return any(begin_ms <= ready_ms and step.committed_ms <= end_ms for begin_ms, end_ms in spans)
+
+
+def _too_old(one: SubmissionSeen, books: Books) -> bool:
+    trained = sum(step.trained_ms is not None for step in books.steps)
+    return one.used_in is None and one.checkpoint_step < min(trained, books.total_steps - 1) - books.max_staleness
+
+
+def _over_ms(evidence: Evidence) -> int:
+    return evidence.recording.over_ms or evidence.recording.ended_ms or 0
+
+
+def _length_s(evidence: Evidence) -> float:
+    return (_over_ms(evidence) - evidence.recording.started_ms) / 1000

@@ -1,0 +1,65 @@
+"""When a node ran with no fault upon it, and when the run came how far by the simulation's own clock.
+
+For rules that hold something against a node: what it did while it was away, stopped, cut off or out of order, or had
+just come back, says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from simnet.gather import FaultMark, NodeRecord, Recording
+from simnet.timeline import UNDO
+
+RECOVERS_S: Final = 15.0
+"""After a fault was undone it takes so long until a node has its connections again."""
+
+Span = tuple[int, int]
+
+
+def undisturbed(node: NodeRecord, recording: Recording) -> list[Span]:
+    """From when until when, in wall-clock milliseconds, a node ran and no fault struck it or had just struck it."""
+    over_ms = recording.over_ms or recording.ended_ms or recording.started_ms
+    spans = [(life.started_ms, min(life.ended_ms or over_ms, over_ms)) for life in node.lives]
+    for begin_ms, end_ms in _ill(node, recording.faults, over_ms):
+        spans = [part for span in spans for part in _without(span, begin_ms, end_ms)]
+    return spans
+
+
+def longest(spans: list[Span]) -> Span:
+    """The longest of some spans; an empty one if there is none."""
+    return max(spans, key=lambda span: span[1] - span[0], default=(0, 0))
+
+
+def passed_step_ms(recording: Recording, step: int) -> int | None:
+    """When any node was first seen to collect for a step beyond this one. Our own clock: nodes' may be wrong."""
+    return next((sample.at_ms for sample in recording.samples if sample.step > step), None)
+
+
+def _ill(node: NodeRecord, faults: list[FaultMark], over_ms: int) -> Iterator[Span]:
+    own = [fault for fault in faults if fault.node == node.name]
+    for at, fault in enumerate(own):
+        undone = _undoes(fault)
+        end_ms = fault.at_ms if undone else _undone_ms(fault, own[at + 1 :], over_ms)
+        yield fault.at_ms, round(end_ms + 1000 * RECOVERS_S)
+
+
+def _undoes(fault: FaultMark) -> bool:
+    """Whether nothing is wrong with the node any more by what was done to it here; what else is has its own mark."""
+    return fault.action not in UNDO or (fault.action == "clock" and fault.seconds is None)
+
+
+def _undone_ms(fault: FaultMark, later: list[FaultMark], over_ms: int) -> int:
+    ending = {UNDO[fault.action], *(("join", "restart") if fault.action == "stop" else ())}
+    return next((one.at_ms for one in later if one.action in ending and _undoes(one)), over_ms)
+
+
+def _without(span: Span, begin_ms: int, end_ms: int) -> Iterator[Span]:
+    if end_ms <= span[0] or begin_ms >= span[1]:
+        yield span
+        return
+    if begin_ms > span[0]:
+        yield span[0], begin_ms
+    if end_ms < span[1]:
+        yield end_ms, span[1]

@@ -1,0 +1,96 @@
+"""Memory, descriptors and tasks that grow late, at once, or a little: what is found, and what is spared."""
+
+import random
+
+import pytest
+from oracle_world import START_MS, judgement, make_evidence, process
+
+from simnet.gather import Life, NodeRecord
+from simnet.oracles import Evidence
+
+HOUR = 360
+"""Looks, of which there is one every ten seconds."""
+
+
+@pytest.fixture
+def evidence() -> Evidence:
+    return make_evidence()
+
+
+def memory(evidence, values_mb):
+    evidence.recording.nodes[0].processes = [process([round(1e6 * value) for value in values_mb])]
+    return judgement(evidence, "memory")
+
+
+@pytest.mark.parametrize(
+    ("looks", "from_look", "mb_per_min", "words"),
+    [
+        (258, 198, 120, "in the last"),
+        (HOUR, 300, 10, "in the last"),
+        (HOUR, 300, 4, "in the last"),
+        (50, 30, 40, "over"),
+    ],
+)
+def test_memory_that_leaks_late_is_found(evidence, looks, from_look, mb_per_min, words):
+    found = memory(evidence, [50 + max(0, at - from_look) * mb_per_min / 6 for at in range(looks)])
+    assert found.outcome == "failed", found
+    assert "trainer-0 grows" in found.finding
+    assert words in found.finding
+
+
+def test_memory_that_jumps_and_stays_is_found_and_one_that_comes_back_is_spared(evidence):
+    found = memory(evidence, [50 if at < 200 else 2050 for at in range(HOUR)])
+    assert found.outcome == "failed"
+    assert "2050 MB at last and had 50 MB" in found.finding
+    assert memory(evidence, [2050 if 200 <= at < 330 else 50 for at in range(HOUR)]).outcome == "passed"
+    assert memory(evidence, [50 + 400 * (at % 12 == 0) for at in range(HOUR)]).outcome == "passed"
+
+
+def test_a_cache_that_fills_late_is_spared(evidence):
+    assert memory(evidence, [120 if at < 200 else 160 for at in range(HOUR)]).outcome == "passed"
+    late = [100 + min(20, max(0, at - 310)) for at in range(HOUR)]
+    assert memory(evidence, late).outcome == "passed"
+
+
+@pytest.mark.parametrize(("mb_per_min", "said"), [(0.95, "passed"), (1.1, "failed")])
+def test_a_process_may_grow_by_less_than_a_megabyte_a_minute(evidence, mb_per_min, said):
+    assert memory(evidence, [50 + at * mb_per_min / 6 for at in range(60)]).outcome == said
+
+
+@pytest.mark.parametrize(("noise_mb", "said"), [(4.0, "failed"), (20.0, "could not tell")])
+def test_growth_is_sure_when_it_is_a_few_times_what_memory_moves_by(evidence, noise_mb, said):
+    rng = random.Random(3)
+    found = memory(evidence, [90 + at * 1.5 / 6 + rng.uniform(-noise_mb, noise_mb) for at in range(60)])
+    assert found.outcome == said, found
+
+
+def levels(evidence, what, values):
+    for node in evidence.recording.nodes:
+        node.lives[-1].ended_ms = node.lives[-1].ended_ms and START_MS + 10_000 * len(values)
+    evidence.recording.nodes[1].processes = [process([1] * len(values), **{what: values})]
+    return judgement(evidence, "descriptors").outcome
+
+
+@pytest.mark.parametrize("what", ["descriptors", "tasks"])
+def test_a_leak_of_the_last_minutes_is_found(evidence, what):
+    assert levels(evidence, what, [30 + max(0, at - 330) * 50 for at in range(HOUR)]) == "failed"
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "said"), [(30, 42, "passed"), (30, 44, "failed"), (200, 250, "passed"), (200, 253, "failed")]
+)
+def test_a_dozen_descriptors_or_a_quarter_is_spare(evidence, begin, end, said):
+    assert levels(evidence, "descriptors", [begin] * 20 + [end] * 40) == said
+
+
+@pytest.mark.parametrize(("more", "said"), [(36, "passed"), (38, "failed")])
+def test_each_node_that_comes_explains_a_dozen_tasks(evidence, more, said):
+    lives = [Life(9, START_MS, START_MS + 1), Life(9, START_MS + 200_000)]
+    evidence.recording.nodes.append(NodeRecord("watch-0", "watch", "x", lives=lives))
+    assert levels(evidence, "tasks", [50] * 20 + [50 + more] * 40) == said
+
+
+def test_nodes_that_come_back_at_the_very_end_explain_what_they_take_there(evidence):
+    lives = [Life(9, START_MS, START_MS + 1), Life(9, START_MS + 3_360_000)]
+    evidence.recording.nodes.append(NodeRecord("watch-0", "watch", "x", lives=lives))
+    assert levels(evidence, "tasks", [50] * 335 + [84] * 25) == "passed"
