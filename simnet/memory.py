@@ -11,11 +11,14 @@ import msgspec
 from protocol.errors import ConfigError
 from simnet.scenario import FleetEntry, Scenario
 
-COMPUTE_NODE_MB: Final = 350
-RELAY_MB: Final = 90
-WATCH_MB: Final = 90
+COMPUTE_NODE_MB: Final = 400
+TRAINER_MB: Final = 750
+RELAY_MB: Final = 170
+WATCH_MB: Final = 120
 HOSTILE_MB: Final = 90
-_USUAL: Final = {"relay": RELAY_MB, "watch": WATCH_MB, "hostile": HOSTILE_MB}
+_USUAL: Final = {"trainer": TRAINER_MB, "relay": RELAY_MB, "watch": WATCH_MB, "hostile": HOSTILE_MB}
+"""What a node's processes have for themselves alone after minutes to an hour of the demo's run, the table "The machine"
+of its report."""
 
 
 def needed_memory_mb(scenario: Scenario) -> int:

@@ -187,7 +187,7 @@ class Collector:
 
     def _unsettled(self, key: bytes, case: _Case) -> bool:
         """Whether a verdict about a submission, or its place in the ledger, is still to be expected."""
-        known = self._ledger.state.submissions.get(key)
+        known = looked_at(self._ledger.state.submissions, key)
         if time.monotonic() - case.heard_at > PENDING_S or (known is not None and not self._may_be_settled(known)):
             return False
         authors = {PeerId(verdict.record.contributor) for verdict in case.verdicts.values()}
@@ -211,8 +211,12 @@ class Collector:
         return not evicted and self._ledger.state.admitted(author)
 
     def _settled(self, key: bytes) -> bool:
-        known = self._ledger.state.submissions.get(key)
-        return known is not None and known.state in ("accepted", "rejected")
+        """Asked about every old submission when a trainer that starts again hears its relays' feeds."""
+        state = self._ledger.state
+        if key not in state.unaccepted:
+            return key in state.submissions
+        known = looked_at(state.submissions, key)
+        return known is not None and known.state == "rejected"
 
     async def _settle_all(self) -> None:
         for key, case in list(self._cases.items()):
@@ -279,7 +283,7 @@ class Collector:
 
     def _fresh(self, key: bytes, case: _Case) -> list[Signed[Verdict]]:
         """Verdicts that the ledger lacks."""
-        known = self._ledger.state.submissions.get(key)
+        known = looked_at(self._ledger.state.submissions, key)
         return [one for author, one in case.verdicts.items() if not (known and known.was_judged_by(author, one.record))]
 
     def _append_verdict(self, case: _Case, before: list[bytes], verdict: Signed[Verdict]) -> None:

@@ -17,6 +17,7 @@ from protocol.envelope import Signed, kind_of
 from protocol.errors import RelayError
 from protocol.identity import Identity
 from protocol.ledger import LedgerState
+from protocol.ledger_memory import LedgerMemory
 from protocol.records import Manifest
 
 RUN = b"r" * 32
@@ -63,10 +64,10 @@ class FakeFeeds:
 class World:
     """A trainer's collector and its ledger."""
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
+    def __init__(self, directory: Path, manifest: Manifest, *, memory: LedgerMemory | None = None) -> None:
         self.feeds = FakeFeeds()
         self.relay = self.feeds.relay
-        self.ledger = LedgerLog(directory / "ledger", LedgerState(RUN, manifest))
+        self.ledger = LedgerLog(directory / "ledger", LedgerState(RUN, manifest, memory=memory))
         self.collector = Collector(OPERATOR, self.ledger, cast(Feeds, self.feeds), directory / "rollouts")
 
     @property

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from collector_world import ALICE, BOB, RUN, World, worlds
-from factories import make_batch, make_submission, make_verdict
+from collector_world import ALICE, BOB, CARL, DAVE, RUN, World, worlds
+from factories import make_batch, make_manifest, make_submission, make_verdict
+
+from node.ledger.memory import node_memory
+from node.ledger.scratch import ScratchMap
 
 
 @pytest.fixture
@@ -132,3 +136,29 @@ async def test_a_file_too_old_for_the_step_is_not_fetched(world: World) -> None:
     assert world.relay.fetched == 0
     assert world.state.usable(2) == []
     assert world.collector.drop_stale(2) == late.record.rollouts
+
+
+async def test_what_relays_repeat_after_a_restart_leaves_no_old_submission_in_memory(tmp_path: Path) -> None:
+    """A trainer that starts again hears its relays' feeds from their beginning, and all of it is in its ledger."""
+    scratch, memory = node_memory(tmp_path, hot=2, at_once=1)
+    with closing(scratch):
+        world = World(tmp_path, make_manifest(), memory=memory)
+        items = []
+        for number in range(16):
+            work = make_submission((ALICE, BOB, CARL, DAVE)[number // 4], RUN, index=number % 4)
+            good = bool(number % 3)
+            verdict = make_verdict(
+                work, outcome="accept" if good else "reject", reason="" if good else "reward: differs"
+            )
+            items += [work, verdict]
+        await world.hear(*items)
+        assert {one.state for one in world.state.submissions.values()} == {"accepted", "rejected"}
+        before = in_memory(world)
+        await world.hear(*items)
+        assert in_memory(world) == before < len(world.state.submissions) == 16
+
+
+def in_memory(world: World) -> int:
+    submissions = world.state.submissions
+    assert isinstance(submissions, ScratchMap)
+    return sum(one is submissions.look(key) for key, one in submissions.items())
