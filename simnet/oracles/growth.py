@@ -11,12 +11,17 @@ from simnet.gather import NodeRecord, Recording
 from simnet.oracles.judgement import Evidence, Figure, Judgement
 from simnet.sampling import ProcessSeen
 
-WARM_UP_S: Final = 60.0
+WARM_UP_S: Final = 600.0
 WARM_UP_SHARE: Final = 0.2
-"""Of a process's life; the longer of the two is left out."""
+"""Of a process's life; the longer of the two is left out. A relay that was started again took 50 MB more within ten
+minutes, as its heap and its caches filled, and 0.2 a minute from then on."""
+BRIEF_WARM_UP_S: Final = 60.0
+"""Of a life too short for that."""
 MIN_SLOPE_SPAN_S: Final = 240.0
 MIN_SAMPLES: Final = 12
 MAX_SLOPE_MB_MIN: Final = 1.0
+MAX_BRIEF_SLOPE_MB_MIN: Final = 6.0
+"""Of a brief life. What lies between the two tells nothing, unless a longer life of the same kind was level."""
 SURE_FACTOR: Final = 3.0
 """A process has grown when it did by so many times what its memory goes up and down anyway."""
 MAX_PAIRS_OF: Final = 200
@@ -66,15 +71,35 @@ def memory_stays_level(evidence: Evidence) -> Judgement:
     grown = [text for one in fits if (text := _what_grew(one))]
     if grown:
         return Judgement(name, "failed", f"{grown[0]}.", numbers)
-    unsure = [(one, part) for one in fits for part, most in one.parts if part.mb_per_min >= most]
-    if unsure:
-        one, part = unsure[0]
-        finding = f"{one.whose} may grow by {part.mb_per_min:.2f} MB a minute; its memory moves too much to say."
-        return Judgement(name, "could not tell", finding, numbers)
-    finding = f"The steepest of {len(fits)} processes is {first.whose} with {first.whole.mb_per_min:.2f} MB a minute"
+    if unsure := _unsure(fits):
+        return Judgement(name, "could not tell", unsure, numbers)
+    filling = [one for one in fits if one.may_be_filling]
+    judged = [one for one in fits if not one.may_be_filling]
+    steepest = judged[0]
+    finding = (
+        f"The steepest of {len(judged)} processes is {steepest.whose} with {steepest.whole.mb_per_min:.2f} MB a minute"
+    )
+    if filling:
+        finding += f"; {len(filling)} that had been there briefly were still filling, as others of their kind had"
     short = len(found) - len(fits)
     beside = f"; {short} were not judged, as they were there too briefly." if short else "."
     return Judgement(name, "passed", finding + beside, numbers)
+
+
+def _unsure(fits: Sequence[_Growth]) -> str:
+    """What cannot be told of some process, in words; empty where all can."""
+    for one in fits:
+        for part, most in one.parts:
+            if part.mb_per_min >= most:
+                return f"{one.whose} may grow by {part.mb_per_min:.2f} MB a minute; its memory moves too much to say."
+    level = {one.kind for one in fits if not one.brief}
+    for one in fits:
+        if one.may_be_filling and one.kind not in level:
+            return (
+                f"{one.whose} grew by {one.whole.mb_per_min:.2f} MB a minute; it was there too briefly, as were all of "
+                "its kind, to tell a leak from what fills at first."
+            )
+    return ""
 
 
 def descriptors_and_tasks_return(evidence: Evidence) -> Judgement:
@@ -121,6 +146,9 @@ class _Growth:
     """How a process's memory moved after its warm-up."""
 
     whose: str
+    kind: tuple[str, bool]
+    """Role, and whether it is the network process: of one kind all do the same."""
+    brief: bool
     whole: _Slope
     late: _Slope | None
     begin_mb: float
@@ -129,7 +157,12 @@ class _Growth:
     @property
     def parts(self) -> list[tuple[_Slope, float]]:
         """Stretches, and the slope that each may have."""
-        return [(self.whole, MAX_SLOPE_MB_MIN), *([(self.late, MAX_LATE_SLOPE_MB_MIN)] if self.late else [])]
+        most = MAX_BRIEF_SLOPE_MB_MIN if self.brief else MAX_SLOPE_MB_MIN
+        return [(self.whole, most), *([(self.late, MAX_LATE_SLOPE_MB_MIN)] if self.late else [])]
+
+    @property
+    def may_be_filling(self) -> bool:
+        return self.brief and MAX_SLOPE_MB_MIN <= self.whole.mb_per_min < MAX_BRIEF_SLOPE_MB_MIN
 
     @property
     def allowed_mb(self) -> float:
@@ -150,7 +183,7 @@ def _what_grew(one: _Growth) -> str:
 
 def _too_short(recording: Recording) -> str:
     lives = [(seen.samples[-1].at_ms - seen.started_ms) / 1000 for _, seen in _processes(recording) if seen.samples]
-    wanted = f"A slope needs {WARM_UP_S + MIN_SLOPE_SPAN_S:.0f} s of a process's life"
+    wanted = f"A slope needs {BRIEF_WARM_UP_S + MIN_SLOPE_SPAN_S:.0f} s of a process's life"
     if not lives:
         return f"{wanted}, and no process could be seen."
     return f"{wanted}, and the longest of {len(lives)} was {max(lives):.0f} s: nothing was judged."
@@ -185,7 +218,8 @@ def _growth(node: NodeRecord, seen: ProcessSeen) -> _Growth | None:
     if not seen.samples:
         return None
     life_s = (seen.samples[-1].at_ms - seen.started_ms) / 1000
-    from_ms = seen.started_ms + 1000 * max(WARM_UP_S, WARM_UP_SHARE * life_s)
+    brief = life_s < WARM_UP_S + MIN_SLOPE_SPAN_S
+    from_ms = seen.started_ms + 1000 * max(BRIEF_WARM_UP_S if brief else WARM_UP_S, WARM_UP_SHARE * life_s)
     points = [(one.at_ms / 60_000, one.private_bytes / 1e6) for one in seen.samples if one.at_ms >= from_ms]
     whole = _slope(points)
     if whole is None:
@@ -195,6 +229,8 @@ def _growth(node: NodeRecord, seen: ProcessSeen) -> _Growth | None:
     first_third = sorted(values[: len(values) // 3])
     return _Growth(
         _whose(node, seen),
+        (node.role, seen.network),
+        brief,
         whole,
         _slope(newest) if whole.span_s >= 2 * LATE_S else None,
         begin_mb=first_third[len(first_third) // 4],

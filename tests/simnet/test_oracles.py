@@ -211,9 +211,9 @@ def rising(mb_per_min: float, *, noise_mb: float = 0.2, count: int = 60) -> list
     [
         (rising(0.0), "passed"),
         (rising(0.9), "passed"),
-        (rising(1.5), "failed"),
+        (rising(1.5, count=120), "failed"),
         (rising(20.0, count=20), "could not tell"),  # it was not there for long enough
-        (rising(1.5, noise_mb=30), "could not tell"),
+        (rising(1.5, noise_mb=60, count=120), "could not tell"),
         ([*rising(60.0, count=6), *[60_000_000] * 60], "passed"),  # the warm-up
     ],
 )
