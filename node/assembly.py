@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal, Protocol
+from typing import Final, Literal, Protocol, TypeVar
 
 import trio
 
@@ -68,6 +68,7 @@ from trainer.recipe import load_recipe
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 SPARE_CHECKPOINTS: Final = 3
 """Policies kept beyond the staleness bound, for submissions that are still on their way."""
 MAX_SPARE: Final = 64
@@ -133,7 +134,9 @@ async def _relay(node: Node, services: trio.Nursery) -> Role:
         max_node_bytes=node.config.node_quota_bytes,
         max_step_bytes=node.config.step_quota_bytes,
     )
-    desk = RelayDesk(node.address, node.identity, store=store, ledger_path=node.path("ledger"))
+    desk = await _replayed(
+        node, partial(RelayDesk, node.address, node.identity, store=store, ledger_path=node.path("ledger"))
+    )
     checkpoints = CheckpointStore(node.data.sub("checkpoints"))
     node.sources.ledger = lambda: desk.ledger.state if desk.ledger else None
     node.sources.obtain = from_relay_store(store)
@@ -212,7 +215,7 @@ async def _validator(node: Node, services: trio.Nursery, kind: ValidatorKind) ->
     _require_validator(swarm.manifest, node.identity.peer_id, node.config)
     await require_machine(swarm.manifest.record.environment)
     _start_heart(node, services, swarm, role="validator")
-    ledger = _follower(node, swarm, _witness(node, swarm))
+    ledger = await _replayed(node, partial(_follower, node, swarm, _witness(node, swarm)))
     await services.start(ledger.run)
     node.sources.ledger = lambda: ledger.state
     node.sources.obtain = from_relays(swarm, node.data.sub("shown"))
@@ -244,7 +247,7 @@ async def _trainer(node: Node, services: trio.Nursery) -> Role:
     compute = await _compute(
         node, services, "node.trainer.compute", [str(node.data.sub("training")), str(run_dir / "recipe.toml")]
     )
-    ledger = live_ledger(node.path("ledger"), manifest)
+    ledger = await _replayed(node, partial(live_ledger, node.path("ledger"), manifest))
     store = CheckpointStore(node.data.sub("checkpoints"), keep=manifest.record.batch.max_staleness + SPARE_CHECKPOINTS)
     door = OriginDoor()
     certificate = load_or_create_certificate(node.data.path)
@@ -292,6 +295,12 @@ async def _watch(node: Node, services: trio.Nursery) -> Role:
     node.sources.obtain = from_relays(swarm, node.data.sub("shown"))
     node.sources.tokenizer = tokenizer.from_relays(swarm, node.http, node.data.sub("tokenizer"))
     return WatchRole(WatchParts(swarm=swarm, sources=node.sources, board=node.board))
+
+
+async def _replayed(node: Node, make: Callable[[], T]) -> T:
+    """What `make` makes of the ledger on this disk; in a thread, as a long one takes seconds."""
+    node.board.working("replaying its copy of the ledger")
+    return await trio.to_thread.run_sync(make)
 
 
 def _follower(node: Node, swarm: Swarm, witness: ForkWitness) -> LedgerFollower:

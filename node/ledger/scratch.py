@@ -1,6 +1,7 @@
 """Collections that lie on a disk but for their newest part, so that a replay of any length needs little memory.
 
-A SQLite file, made anew at each opening: nothing in it outlives the process, so nothing is synced. One
+A SQLite file, made anew at each opening: nothing in it outlives the process, so nothing is synced. It has a write-ahead
+log, as what a full disk does not take of that is dropped without a write, and all that was there can still be read. One
 thread changes the collections, any may read them. An object may be changed while it is among the newest; it is written
 by `settle`, which the replay calls between two entries. What a full disk does not take stays in memory until it does.
 """
@@ -50,10 +51,11 @@ class Scratch:
         self.lock = threading.RLock()
         self._maps: list[ScratchMap[Any, Any]] = []
         try:
-            (directory / NAME).unlink(missing_ok=True)
+            for suffix in ("", "-wal", "-shm", "-journal"):
+                (directory / (NAME + suffix)).unlink(missing_ok=True)
             self.db = sqlite3.connect(directory / NAME, isolation_level=None, check_same_thread=False)
             self.db.executescript(
-                "PRAGMA journal_mode=MEMORY; PRAGMA synchronous=OFF; PRAGMA locking_mode=EXCLUSIVE;"
+                "PRAGMA locking_mode=EXCLUSIVE; PRAGMA journal_mode=WAL; PRAGMA synchronous=OFF;"
                 f"PRAGMA temp_store=MEMORY; PRAGMA cache_size=-{CACHE_KIB};"
             )
         except (OSError, sqlite3.Error) as error:
@@ -76,10 +78,7 @@ class Scratch:
             with self.lock:
                 return self.db.execute(query, values).fetchall()
         except sqlite3.DatabaseError as error:
-            raise DataDirError(
-                f"cannot read what the replay of the ledger remembers: {error}",
-                hint="look at the disk (df -h; dmesg), then start again: it is made anew from the ledger",
-            ) from error
+            raise _unreadable(error) from error
 
     def keep(self, one: ScratchMap[Any, Any]) -> None:
         """Let a map's oldest objects be written whenever things are settled."""
@@ -92,15 +91,32 @@ class Scratch:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """One transaction. Raises sqlite3.OperationalError, and then nothing was written."""
+        """One transaction. Raises sqlite3.OperationalError, as where the disk is full, and then nothing was written;
+        DataDirError where the file is no database any more."""
         with self.lock:
-            self.db.execute("BEGIN")
             try:
+                self._end_transaction()
+                self.db.execute("BEGIN")
                 yield
                 self.db.execute("COMMIT")
+            except sqlite3.OperationalError:
+                raise
+            except sqlite3.DatabaseError as error:
+                raise _unreadable(error) from error
             finally:
-                if self.db.in_transaction:
-                    self.db.execute("ROLLBACK")
+                with suppress(sqlite3.OperationalError):  # the next one tries again
+                    self._end_transaction()
+
+    def _end_transaction(self) -> None:
+        if self.db.in_transaction:
+            self.db.execute("ROLLBACK")
+
+
+def _unreadable(error: sqlite3.Error) -> DataDirError:
+    return DataDirError(
+        f"cannot read what the replay of the ledger remembers: {error}",
+        hint="look at the disk (df -h; dmesg), then start again: it is made anew from the ledger",
+    )
 
 
 class ScratchMap(MutableMapping[K, V], Generic[K, V]):
@@ -158,9 +174,10 @@ class ScratchMap(MutableMapping[K, V], Generic[K, V]):
         with self._lock:
             if key not in self:
                 raise KeyError(key)
-            self._hot.pop(key, None)
-            if self._new.pop(key, None) is None:
+            if key not in self._new:
                 self._db.execute(f"DELETE FROM {self._name} WHERE key = ?", (key,))
+            self._new.pop(key, None)
+            self._hot.pop(key, None)
             self._count -= 1
 
     def __contains__(self, key: object) -> bool:

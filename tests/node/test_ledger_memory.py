@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from itertools import islice
@@ -14,7 +16,7 @@ from bench.synthetic_ledger import entries, manifest
 from node.dashboard.world import find_submission, submission_rows
 from node.ledger.memory import live_ledger, looked_at, newest, node_memory
 from node.ledger.rows import leaderboard, submissions_of
-from node.ledger.scratch import Scratch, ScratchMap
+from node.ledger.scratch import Scratch, ScratchMap, ScratchSet
 from node.relay.standing import standing_of
 from protocol.errors import DataDirError, LedgerError
 from protocol.ledger import LedgerState
@@ -168,6 +170,75 @@ def test_what_a_full_disk_does_not_take_stays_in_memory(ledger, tmp_path, caplog
         assert objects(numbers) < len(numbers) // 2
         assert list(submissions_of(state)) == list(submissions_of(plain))
         assert caplog.text.count("the disk takes no more") <= 4
+
+
+def test_a_file_that_may_not_grow_is_read_all_the_same(ledger, tmp_path):
+    """The limit on files' sizes that a system or a user has set: every write fails, of what was there as well."""
+    plain, limits = plain_state(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    with on_disk(tmp_path) as state:
+        for number, data in enumerate(ledger):
+            if number == 500:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+            try:
+                plain.apply(data)
+                state.apply(data)
+            finally:
+                if number == 1000:
+                    known = [state.submissions.look(key) for key in plain.submissions]
+                    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert len(known) > 200
+        assert list(submissions_of(state)) == list(submissions_of(plain))
+        assert objects(state.submissions) < len(state.submissions) // 2
+
+
+class HalfWritten:
+    """A connection of which a write fails when half of its rows are in."""
+
+    def __init__(self, connection) -> None:
+        self.connection, self.failing = connection, True
+
+    def execute(self, *arguments):
+        return self.connection.execute(*arguments)
+
+    def executemany(self, statement, rows):
+        if not self.failing:
+            return self.connection.executemany(statement, rows)
+        self.connection.executemany(statement, rows[: len(rows) // 2])
+        raise sqlite3.OperationalError("database or disk is full")
+
+
+def test_half_a_write_is_none(scratch):
+    numbers, digests = numbers_in(scratch), ScratchSet(scratch, "digests")
+    numbers._db, digests._db = HalfWritten(scratch.db), HalfWritten(scratch.db)
+    for key in range(600):
+        numbers[key] = [key]
+        digests.add(key.to_bytes(32))
+        scratch.settle()
+        numbers._db.failing = digests._db.failing = key < 100
+    assert dict(numbers.items()) == {key: [key] for key in range(600)}
+    assert all(key.to_bytes(32) in digests for key in range(600))
+    assert (600).to_bytes(32) not in digests
+    assert objects(numbers) < 600
+    assert len(digests._hot) < 600
+
+
+def test_a_walk_tells_of_changes_that_are_not_written(scratch):
+    numbers = numbers_in(scratch)
+    for key in range(100):
+        numbers[key] = [key]
+        scratch.settle()
+    numbers[0].append(7)
+    assert next(iter(numbers.values())) == [0, 7]
+
+
+def test_what_is_looked_up_all_the_time_stays(scratch):
+    numbers = numbers_in(scratch)
+    for key in range(100):
+        numbers[key] = [key]
+        numbers[0]
+        scratch.settle()
+    assert numbers.look(0) is numbers.look(0)
+    assert numbers.look(1) is not numbers.look(1)
 
 
 def test_a_disk_that_takes_nothing_is_named(tmp_path):

@@ -71,6 +71,7 @@ def start(monkeypatch, code):
         node = SimpleNamespace(
             config=SimpleNamespace(role=role, dtype="float32"),
             identity=SimpleNamespace(peer_id=PeerId(ALICE)),
+            board=SimpleNamespace(working=lambda what: None),
             path=lambda name: Path("/none") / name,
             data=SimpleNamespace(sub=lambda name: None),
         )
