@@ -59,8 +59,8 @@ class FaultPlan:
         return done
 
     def will_join(self, node: str) -> bool:
-        """Whether a node that is gone is meant to come back."""
-        return any(fault.action == "join" for fault in self._queues.get(node, ()))
+        """Whether a node that is gone is meant to come back: also one for which there is no room, once there is."""
+        return any(fault.action in ("join", "disk-free") for fault in self._queues.get(node, ()))
 
     def _begin(self, fault: Fault, queue: deque[Fault], elapsed_s: float) -> None:
         if fault.action == "restart":

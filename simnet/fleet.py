@@ -72,6 +72,8 @@ class Member:
     process: subprocess.Popen[bytes] | None = None
     ended_by: str = ""
     """What made the latest process end: a fault's action, `close`, or nothing that we did."""
+    disk_full: bool = False
+    """Whether there is no room on its disk; a process that is started on it may end by that, too."""
     offspring: set[ProcessKey] = field(default_factory=set)
     """Every descendant that was ever seen and may still run."""
     usage: Usage = field(default_factory=Usage)
@@ -216,7 +218,7 @@ class Fleet:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            member.ended_by = ""
+            member.ended_by = DISK_FULL if member.disk_full else ""
         member.started_s, member.started_ms = time.monotonic(), time.time_ns() // 1_000_000
         self._disks.begun(name, [member.process.pid])
         if member.plan.nice:
@@ -348,6 +350,7 @@ class Fleet:
     def _fill(self, member: Member, *, full: bool) -> None:
         """Take a disk's room away, or give it back: then a node that ended for want of it is started again."""
         self.reap()
+        member.disk_full = full
         if full:
             self._disks.fill(member.plan.name, member.pids)
             member.ended_by = member.ended_by or DISK_FULL  # whatever it ends by from now on

@@ -135,6 +135,8 @@ class Life(Struct):
     """The last that was read."""
     status_at_ms: int | None = None
     """When that was; None before the first one."""
+    first_status_at_ms: int | None = None
+    """When the first one was read: then its programs were loaded, and it began to work with others."""
     final: bool = False
     """Whether the status is what the node wrote as it ended."""
     silences: list[tuple[int, int]] = []

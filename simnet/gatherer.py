@@ -102,6 +102,7 @@ class Gatherer:
         life = record.lives[-1]
         if status and status.pid == life.pid:
             life.status, life.status_at_ms = status, now_ms()
+            life.first_status_at_ms = life.first_status_at_ms or life.status_at_ms
             extend_timeline(record.timeline, status.timeline)
         if life.ended_ms is None and (code := member.process.poll()) is not None:
             life.ended_ms, life.exit_code, life.ended_by = now_ms(), code, member.ended_by
@@ -156,14 +157,18 @@ class Gatherer:
 
 
 def note_silence(life: Life, *, since_ms: int, until_ms: int) -> None:
-    """Note for how long a process that runs has given no status, as far as anybody asked for one."""
+    """Note for how long a process that runs has given no status, as far as anybody asked for one.
+
+    Of too many the shortest goes, but never the newest: it may still grow.
+    """
     heard_ms = max(life.status_at_ms or life.started_ms, since_ms)
     if until_ms - heard_ms < SILENT_MS:
         return
     if life.silences and life.silences[-1][0] == heard_ms:
         life.silences.pop()
-    if len(life.silences) < MAX_SILENCES:
-        life.silences.append((heard_ms, until_ms))
+    if len(life.silences) >= MAX_SILENCES:
+        life.silences.remove(min(life.silences, key=lambda one: one[1] - one[0]))
+    life.silences.append((heard_ms, until_ms))
 
 
 def _note_past(record: NodeRecord, past: Past) -> None:

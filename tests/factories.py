@@ -242,9 +242,14 @@ def make_batch(
     return seal(msgspec.structs.replace(record, **changes), by)
 
 
-def make_trained(run_id: bytes, step: int, *, by: Identity = OPERATOR) -> bytes:
+def make_trained(run_id: bytes, step: int, *, by: Identity = OPERATOR, issued_at_ms: int = 4) -> bytes:
     record = Trained(
-        run_id=run_id, step=step, checkpoint=CHECKPOINT, mean_reward=0.5, metrics={"loss": 0.1}, issued_at_ms=4
+        run_id=run_id,
+        step=step,
+        checkpoint=CHECKPOINT,
+        mean_reward=0.5,
+        metrics={"loss": 0.1},
+        issued_at_ms=issued_at_ms,
     )
     return seal(record, by)
 

@@ -6,6 +6,7 @@ from a replay's state, which says what may not be trained at all: evicted author
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from node.ledger.material import Material
 from node.ledger.segments import read_segments
 from protocol.errors import NodeError, ProtocolError
 from protocol.identity import PeerId
-from protocol.ledger import LedgerState, open_entry
+from protocol.ledger import LedgerState, LedgerSubmission, open_entry
 from protocol.records import Batch, Eviction, Reinstatement, Trained
 
 TrainersRecord = Batch | Trained | Eviction | Reinstatement
@@ -156,6 +157,46 @@ def ready_at_ms(state: LedgerState, entries: Sequence[TrainersEntry]) -> dict[in
         if first < place:
             found[batch.step] = entries[first].record.issued_at_ms
     return found
+
+
+def due_at_ms(state: LedgerState, entries: Sequence[TrainersEntry]) -> dict[int, int]:
+    """By step: when the last thing was signed that its batch waited for, by the clock of whoever signed it.
+
+    That is a vote that made a quorum, the batch before, a policy that is new enough; and where the step's time was
+    over, its deadline. A batch cannot have been made before; how long what was signed was on its way, the ledger does
+    not tell. Left out is a batch with work of somebody who came back, and a first step that waited for its deadline.
+    """
+    returned = {PeerId(one.record.contributor) for one in entries if isinstance(one.record, Reinstatement)}
+    found: dict[int, int] = {}
+    for entry in entries:
+        batch = entry.record
+        if isinstance(batch, Batch) and state.committed.get(batch.step) == batch:
+            opened_ms = _opened_ms(state, batch)
+            held = [state.submissions[key] for key in batch.submissions]
+            votes = [settled_ms(one, quorum=state.manifest.quorum) for one in held]
+            signed = [at_ms for at_ms in votes if at_ms is not None]
+            if opened_ms is not None and len(signed) == len(held) and not any(one.author in returned for one in held):
+                found[batch.step] = max([opened_ms, *signed])
+    return found
+
+
+def settled_ms(one: LedgerSubmission, *, quorum: int) -> int | None:
+    """When the vote was signed that made a quorum, in the ledger's order; votes to the contrary settle nothing."""
+    wanted = {"accepted": "accept", "rejected": "reject"}.get(one.state)
+    votes = [said.record.issued_at_ms for said in one.verdicts.values() if said.record.outcome == wanted]
+    return votes[quorum - 1] if len(votes) >= quorum else None
+
+
+def _opened_ms(state: LedgerState, batch: Batch) -> int | None:
+    """Since when a batch could be made if all that it holds lay there; None where the ledger does not say it."""
+    spec = state.manifest.batch
+    policy = state.trained.get(batch.step - 1 - spec.max_staleness)
+    opened_ms = max(state.committed_at_ms(batch.step), policy.issued_at_ms if policy else 0)
+    if batch.ended != "deadline":
+        return opened_ms
+    if batch.step == 0 or spec.deadline_s is None:
+        return None
+    return opened_ms + math.ceil(1000 * spec.deadline_s)
 
 
 def _settled(state: LedgerState, batch: Batch, returns: Mapping[PeerId, int]) -> int:

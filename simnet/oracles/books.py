@@ -22,9 +22,17 @@ from node.ledger.rows import leaderboard, submissions_of
 from node.ledger.segments import read_segments
 from protocol.envelope import id_of
 from protocol.errors import NodeError
-from protocol.ledger import LedgerState, LedgerSubmission, next_tip
+from protocol.ledger import LedgerState, next_tip
 from protocol.records import Batch, Trained
-from simnet.oracles.batch_order import PassedOver, TrainersEntry, passed_over, ready_at_ms, trainers_entries
+from simnet.oracles.batch_order import (
+    PassedOver,
+    TrainersEntry,
+    due_at_ms,
+    passed_over,
+    ready_at_ms,
+    settled_ms,
+    trainers_entries,
+)
 from simnet.oracles.promises import MAX_PROBLEM_CHARS, Promise, read_promises
 
 log = logging.getLogger(__name__)
@@ -60,6 +68,8 @@ class StepSeen(Struct):
     trained_ms: int | None = None
     ready_ms: int | None = None
     """Since when all that it holds lay there at the latest, as far as the trainer's entries show."""
+    due_ms: int | None = None
+    """When the last thing was signed that it waited for, by the clock of whoever signed it."""
 
     @property
     def idle_ms(self) -> int:
@@ -142,7 +152,7 @@ def _read(data_dirs: Mapping[str, Path], *, trainer: str) -> Books:
         audit.finish(heads=material.heads, checkpoints=material.checkpoints())
         books = _books_of(audit)
         entries = trainers_entries(material, books.notes)
-        books.steps = list(_steps(entries, ready_at_ms(audit.state, entries)))
+        books.steps = list(_steps(entries, ready_at_ms(audit.state, entries), due_at_ms(audit.state, entries)))
         books.passed_over = list(passed_over(audit.state, entries))
         books.notes += notes
         books.copies = _copies(data_dirs, audit.state, without=trainer, notes=books.notes)
@@ -179,21 +189,16 @@ def _submission(row: Mapping[str, Any], state: LedgerState) -> SubmissionSeen:
         rollouts=row["rollouts"],
         tokens=row["tokens"],
         made_ms=row["at_ms"],
-        judged_ms=_settled_ms(state.submissions[bytes.fromhex(row["id"])], quorum=state.manifest.quorum),
+        judged_ms=settled_ms(state.submissions[bytes.fromhex(row["id"])], quorum=state.manifest.quorum),
         used_in=row["used_in"],
         hard=row["hard"],
         reason=row["reason"],
     )
 
 
-def _settled_ms(one: LedgerSubmission, *, quorum: int) -> int | None:
-    """When the vote was signed that made a quorum, in the ledger's order; votes to the contrary settle nothing."""
-    wanted = {"accepted": "accept", "rejected": "reject"}.get(one.state)
-    votes = [said.record.issued_at_ms for said in one.verdicts.values() if said.record.outcome == wanted]
-    return votes[quorum - 1] if len(votes) >= quorum else None
-
-
-def _steps(entries: Sequence[TrainersEntry], ready_ms: Mapping[int, int]) -> Iterator[StepSeen]:
+def _steps(
+    entries: Sequence[TrainersEntry], ready_ms: Mapping[int, int], due_ms: Mapping[int, int]
+) -> Iterator[StepSeen]:
     """Every batch in the order of the ledger's entries, also one that the rules refuse; a step has two if it was so."""
     trained: dict[int, list[int]] = {}
     for entry in entries:
@@ -205,7 +210,8 @@ def _steps(entries: Sequence[TrainersEntry], ready_ms: Mapping[int, int]) -> Ite
             times = trained.get(batch.step, [])
             keys = [key.hex() for key in batch.submissions]
             at_ms = times.pop(0) if times else None
-            yield StepSeen(batch.step, keys, batch.issued_at_ms, at_ms, ready_ms.get(batch.step))
+            ready, due = ready_ms.get(batch.step), due_ms.get(batch.step)
+            yield StepSeen(batch.step, keys, batch.issued_at_ms, at_ms, ready, due)
 
 
 def _account(row: Mapping[str, Any]) -> Account:

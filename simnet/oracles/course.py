@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Final
 
-from simnet.oracles.excuses import own_times_ms, unexplained_ms
+from simnet.oracles.excuses import explained_share, own_times_ms, unexplained_ms
 from simnet.oracles.judgement import Evidence, Judgement, no_books
 
 MIN_PAUSE_S: Final = 60.0
@@ -29,11 +30,13 @@ def steps_advance(evidence: Evidence) -> Judgement:
     pauses, limit_ms = _pauses(evidence, [at for _, at in trained])
     long = [one for one in pauses if unexplained_ms(evidence, *one.span, limit_ms=limit_ms) > limit_ms + one.spare_ms]
     longest_s = max((one.ms for one in pauses[1:]), default=0.0) / 1000
+    share = _explained_percent(evidence, pauses, limit_ms)
     numbers = {
         "steps": len(trained),
         "first after s": round(pauses[0].ms / 1000, 1),
         "longest pause s": round(longest_s, 1),
         "limit s": round(limit_ms / 1000),
+        "explained by faults %": share,
     }
     if [step for step, _ in trained] != list(range(len(trained))):
         return Judgement(name, "failed", "The ledger's trained steps have a gap.", numbers)
@@ -46,8 +49,15 @@ def steps_advance(evidence: Evidence) -> Judgement:
             f"Nothing was trained for {long[0].ms / 1000:.0f} s from {at_s} s on, and no fault explains that long."
         )
         return Judgement(name, "failed", finding, numbers)
-    finding = f"{len(trained)} steps; the longest pause was {longest_s:.1f} s."
+    explained = f" Faults would explain a pause in {share:.0f} % of the time." if share else ""
+    finding = f"{len(trained)} steps; the longest pause was {longest_s:.1f} s.{explained}"
     return Judgement(name, "passed", finding, numbers)
+
+
+def _explained_percent(evidence: Evidence, pauses: Sequence[_Pause], limit_ms: float) -> float:
+    """Of the time from the first pause's begin to the last one's end."""
+    begin_ms, end_ms = pauses[0].begin_ms, pauses[-1].end_ms
+    return round(100 * explained_share(evidence, begin_ms, end_ms, limit_ms=limit_ms), 1)
 
 
 def staleness_within_bound(evidence: Evidence) -> Judgement:

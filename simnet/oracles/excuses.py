@@ -2,7 +2,8 @@
 
 A step needs the trainer, one relay, as many honest validators as must agree, and one honest contributor. A fault of
 another node explains nothing; one of a relay beside which others work explains a moment, until everybody turned away;
-a disk that is slow explains what a step's writes take longer on it.
+a process that was not started anew goes on a moment after its fault, so that many short faults explain no standstill; a
+disk that is slow explains what a step's writes take longer on it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from typing import Final
 from simnet.faults import undoes
 from simnet.gather import FaultMark, NodeRecord, Recording
 from simnet.oracles.judgement import Evidence
+from simnet.oracles.undisturbed import GONE
 from simnet.timeline import UNDO
 
 _NEVER: Final = 1 << 60
-_LAST: Final = ("kill", "leave", "restart", "stop", "partition", "disk-full")
-"""What keeps a node from its work for as long as it lasts; the others slow or confuse it."""
+_ANEW: Final = ("kill", "leave", "restart", "disk-full")
+"""After what a process is started anew, and loads what it works with."""
+MOMENT_S: Final = 15.0
+"""So long it takes until everybody has turned from a relay to others, or a process that was there has gone on."""
 MAX_WRITES_A_STEP: Final = 1000
 """That a step waits for, one after another; a slow disk adds its delay to each."""
 
@@ -33,12 +37,19 @@ class _Spell:
     end_ms: int
     """`_NEVER` where it was not undone."""
     absent: bool
+    """Whether it kept the node from its work, and did not only slow or confuse it."""
+    anew: bool
+    """Whether its process was started anew after it."""
     sync_ms: float | None = None
     """Of a slow disk."""
 
 
 def unexplained_ms(evidence: Evidence, begin_ms: float, end_ms: float, *, limit_ms: float) -> float:
-    """How much of a pause no fault explains. Each one does until it is undone, for as long again, and `limit_ms`."""
+    """How much of a pause no fault explains.
+
+    Each one does until it is undone, for as long again, and a moment: `limit_ms` where a process was started anew. One
+    of a relay beside which others work explains a moment, and one more as it is undone.
+    """
     spells = _spells(evidence.recording)
     needed = [spell for spell in spells if _is_needed(spell, spells, evidence)]
     left: list[tuple[float, float]] = []
@@ -51,6 +62,12 @@ def unexplained_ms(evidence: Evidence, begin_ms: float, end_ms: float, *, limit_
     left.append((at_ms, end_ms))
     whole_ms = sum(max(0.0, last_ms - first_ms) for first_ms, last_ms in left)
     return whole_ms - sum(_slowed_ms(spell, left) for spell in needed if spell.sync_ms is not None)
+
+
+def explained_share(evidence: Evidence, begin_ms: float, end_ms: float, *, limit_ms: float) -> float:
+    """Which part of a time faults would explain if it were a pause: in that much of it the rule judges nothing."""
+    length_ms = end_ms - begin_ms
+    return 1 - unexplained_ms(evidence, begin_ms, end_ms, limit_ms=limit_ms) / length_ms if length_ms > 0 else 0.0
 
 
 def stopped_spells(recording: Recording, node: NodeRecord) -> list[tuple[int, int]]:
@@ -90,14 +107,15 @@ def own_times_ms(recording: Recording, trainer_ms: Sequence[int]) -> list[float]
 
 def _excused(spells: Sequence[_Spell], needed: Sequence[_Spell], limit_ms: float) -> list[tuple[float, float]]:
     found: list[tuple[float, float]] = []
+    moment_ms = 1000 * MOMENT_S
     for spell in spells:
         if spell.sync_ms is not None:
             continue
         if spell in needed:
             again_ms = 0 if spell.end_ms == _NEVER else spell.end_ms - spell.begin_ms
-            found.append((spell.begin_ms, spell.end_ms + again_ms + limit_ms))
+            found.append((spell.begin_ms, spell.end_ms + again_ms + (limit_ms if spell.anew else moment_ms)))
         elif spell.node.role == "relay":
-            found += [(spell.begin_ms, spell.begin_ms + limit_ms), (spell.end_ms, spell.end_ms + limit_ms)]
+            found += [(spell.begin_ms, spell.begin_ms + moment_ms), (spell.end_ms, spell.end_ms + moment_ms)]
     return found
 
 
@@ -114,7 +132,8 @@ def _spells(recording: Recording) -> list[_Spell]:
             nodes[fault.node],
             fault.at_ms,
             _undone_ms(fault, recording.faults[at + 1 :]),
-            absent=fault.action in _LAST,
+            absent=fault.action in GONE,
+            anew=fault.action in _ANEW,
             sync_ms=(fault.sync_ms or 0.0) if fault.action == "disk-slow" else None,
         )
         for at, fault in enumerate(recording.faults)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import median
 from typing import Final
 
-from simnet.gather import NodeRecord, Recording
+from simnet.gather import Life, NodeRecord, Recording
+from simnet.oracles.answers import FIRST_ANSWER_S
 from simnet.oracles.judgement import Evidence, Figure, Judgement
 from simnet.sampling import ProcessSeen
 
@@ -35,7 +37,9 @@ SPARE_MEMORY_SHARE: Final = 0.5
 slope either."""
 
 SETTLED_S: Final = 15.0
-"""After so long a process has opened what it works with."""
+"""After so long a process has opened what it works with; at the least, it takes as long as it took to load it."""
+SAME_START_MS: Final = 5000
+"""By which the kernel's and the simulation's clocks may differ on when a process began."""
 MIN_LEVEL_SAMPLES: Final = 9
 END_S: Final = 240.0
 """A level is come back to when it was within so long before the end, or within the last third of a shorter life."""
@@ -111,8 +115,9 @@ def descriptors_and_tasks_return(evidence: Evidence) -> Judgement:
     numbers: dict[str, Figure] = {"processes": len({level.whose for level in levels})}
     if not levels:
         finding = (
-            f"No process was there for {SETTLED_S + MIN_LEVEL_SPAN_S:.0f} s after the first step and the last node's "
-            f"first start, with {MIN_LEVEL_SAMPLES} looks."
+            f"No process was there for {SETTLED_S + MIN_LEVEL_SPAN_S:.0f} s, with {MIN_LEVEL_SAMPLES} looks, from "
+            f"{(from_ms - recording.started_ms) / 1000:.0f} s on, when there was a step and the last node to come up "
+            "had had time to find the others."
         )
         return Judgement(name, "could not tell", finding, numbers)
     worst = max(levels, key=lambda level: level.end - level.allowed)
@@ -267,14 +272,25 @@ def theil_sen(points: Sequence[tuple[float, float]]) -> float:
 
 
 def _under_way_ms(recording: Recording) -> int:
-    """When a step had been trained and every node of the plan had been started once: before, levels rise by rights."""
-    starts = [node.lives[0].started_ms for node in recording.nodes if node.lives]
+    """When a step had been trained and every node of the plan was with the others: before, levels rise by rights."""
+    joined = [_joined_ms(node, node.lives[0]) for node in recording.nodes if node.lives]
     first_step = next((sample.at_ms for sample in recording.samples if sample.step >= 1), recording.started_ms)
-    return max([first_step, *starts])
+    return max([first_step, *joined])
+
+
+def _joined_ms(node: NodeRecord, life: Life) -> int:
+    """When a node had come up and found the others: on a busy machine that takes about as long as its loading did."""
+    if life.first_status_at_ms is not None:
+        return 2 * life.first_status_at_ms - life.started_ms
+    if node.role == "hostile":  # it is no node, and answers nobody
+        return life.started_ms
+    limit_ms = life.started_ms + round(1000 * FIRST_ANSWER_S)
+    return limit_ms if life.ended_ms is None else min(life.ended_ms, limit_ms)
 
 
 def _levels(node: NodeRecord, seen: ProcessSeen, recording: Recording, from_ms: int) -> Iterator[_Level]:
-    settled_ms = max(seen.started_ms, from_ms) + 1000 * SETTLED_S
+    came_up_ms = max((_joined_ms(node, one) for one in node.lives if _is_of(seen, one)), default=seen.started_ms)
+    settled_ms = max(came_up_ms, from_ms) + 1000 * SETTLED_S
     settled = [one for one in seen.samples if one.at_ms >= settled_ms]
     if not settled or settled[-1].at_ms - settled[0].at_ms < 1000 * MIN_LEVEL_SPAN_S:
         return
@@ -289,12 +305,23 @@ def _levels(node: NodeRecord, seen: ProcessSeen, recording: Recording, from_ms: 
     yield from _level(_whose(node, seen), "tasks", tasks, SPARE_TASKS + more * TASKS_A_PEER)
 
 
+def _is_of(seen: ProcessSeen, life: Life) -> bool:
+    """Whether a process is the node's own, in one of its lives."""
+    return seen.network and seen.pid == life.pid and abs(seen.started_ms - life.started_ms) < SAME_START_MS
+
+
 def _there(recording: Recording, at_ms: int) -> int:
-    """How many nodes ran at a moment: as many may a node be connected with."""
+    """How many nodes ran at a moment and had come up: as many may a node be connected with."""
     return sum(
-        any(life.started_ms <= at_ms and (life.ended_ms is None or at_ms <= life.ended_ms) for life in node.lives)
+        any(_up_ms(node, life) <= at_ms and (life.ended_ms is None or at_ms <= life.ended_ms) for life in node.lives)
         for node in recording.nodes
     )
+
+
+def _up_ms(node: NodeRecord, life: Life) -> float:
+    if node.role == "hostile":
+        return life.started_ms
+    return inf if life.first_status_at_ms is None else life.first_status_at_ms
 
 
 def _level(whose: str, what: str, values: Sequence[tuple[int, int]], spare: float) -> Iterator[_Level]:

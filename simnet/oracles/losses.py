@@ -8,19 +8,15 @@ from itertools import chain
 from typing import Final
 
 from simnet.oracles.batch_order import PassedOver
-from simnet.oracles.books import Books, StepSeen, SubmissionSeen
+from simnet.oracles.books import Books, SubmissionSeen
+from simnet.oracles.idle import idle_of, is_too_long
 from simnet.oracles.inputs import missing_disks
 from simnet.oracles.judgement import Evidence, Figure, Judgement, listed, no_books
 from simnet.oracles.promises import Promise
-from simnet.oracles.undisturbed import passed_step_ms, undisturbed
+from simnet.oracles.undisturbed import passed_step_ms
 
 ON_ITS_WAY_S: Final = 60.0
 """What relays received less than this before a simulation was cut off may still have been on its way."""
-MIN_IDLE_S: Final = 5.0
-"""A trainer needs a moment to see that a batch is whole, and longer on a machine that is busy."""
-MAX_IDLE_S: Final = 60.0
-MAX_IDLE_SHARE: Final = 0.1
-"""Whole batches that were not made for so long in all, and for so much of the run, were forgotten."""
 
 
 def no_rollout_lost_or_trained_twice(evidence: Evidence) -> Judgement:
@@ -31,11 +27,12 @@ def no_rollout_lost_or_trained_twice(evidence: Evidence) -> Judgement:
     missing = missing_disks(evidence, books)
     accepted = [one for one in books.submissions if one.state == "accepted"]
     wrong = _what_went_wrong(evidence, books, stores_known=not any(one.startswith("the store") for one in missing))
-    idle_s = _idle_s(evidence, books)
-    numbers = _numbers(accepted, books) | {"idle s": round(idle_s, 1)} | {what: len(keys) for what, keys in wrong}
+    idle = idle_of(evidence, books)
+    numbers = _numbers(accepted, books) | {what: len(keys) for what, keys in wrong}
+    numbers |= {"batches timed": idle.timed, "idle s": round(idle.seconds, 1)}
     found = [f"{len(keys)} {_WORDS[what]}: {listed(keys, limit=2)}" for what, keys in wrong if keys]
-    if idle_s > max(MAX_IDLE_S, MAX_IDLE_SHARE * _length_s(evidence)):
-        found.append(f"for {idle_s:.0f} s no batch was made though all that it was to hold lay there")
+    if is_too_long(idle, _length_s(evidence)):
+        found.append(f"for {idle.seconds:.0f} s no batch was made though all that it was to hold lay there")
     if found:
         return Judgement(name, "failed", "; ".join(found) + ".", numbers)
     if missing:
@@ -43,6 +40,9 @@ def no_rollout_lost_or_trained_twice(evidence: Evidence) -> Judgement:
         return Judgement(name, "could not tell", finding, numbers)
     if not accepted:
         return Judgement(name, "could not tell", "Nothing was accepted.", numbers)
+    if not idle.is_known:
+        finding = f"Only {idle.timed} of {idle.batches} batches could be timed: whether others lay there is not known."
+        return Judgement(name, "could not tell", f"{finding} In the rest nothing is wrong.", numbers)
     finding = (
         f"{len(accepted)} submissions accepted: {numbers['trained']} trained once, {numbers['too old']} too old by "
         f"then, {numbers['left over']} more than the steps needed."
@@ -126,23 +126,6 @@ def _untrained(evidence: Evidence, books: Books) -> list[str]:
 def _passed_over(found: Sequence[PassedOver]) -> list[str]:
     """Each once, however many batches left it out."""
     return list(dict.fromkeys(one.id for one in found))
-
-
-def _idle_s(evidence: Evidence, books: Books) -> float:
-    """For how long batches were not made that could have been, but for what faults of the trainer explain."""
-    spans = [
-        span
-        for node in evidence.recording.nodes
-        if node.role == "trainer"
-        for span in undisturbed(node, evidence.recording)
-    ]
-    idle = [step for step in books.steps if step.idle_ms > 1000 * MIN_IDLE_S and _within(step, spans)]
-    return sum(step.idle_ms for step in idle) / 1000
-
-
-def _within(step: StepSeen, spans: Sequence[tuple[int, int]]) -> bool:
-    ready_ms = step.committed_ms - step.idle_ms
-    return any(begin_ms <= ready_ms and step.committed_ms <= end_ms for begin_ms, end_ms in spans)
 
 
 def _too_old(one: SubmissionSeen, books: Books) -> bool:

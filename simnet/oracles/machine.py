@@ -5,7 +5,7 @@ What they take of the machine is for simnet.oracles.growth.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,6 +21,8 @@ MAX_MACHINE_LATE_MS: Final = 50
 late loop need not be the node's fault. Where it does, nodes have taken that off."""
 MIN_PULSES: Final = 120
 """Half a minute, and as many more for each time that the node was stopped: of so many, one pulse may be late."""
+SURE_PULSES: Final = 1200
+"""Five minutes: a dozen may be late there. Of a briefer life more may be, as it starts: what was kept is read again."""
 UNCOUNTED_S: Final = 120.0
 """Whoever answered for so long has a loop that was counted."""
 AT_ONCE_MS: Final = 2000
@@ -32,6 +34,7 @@ class _Loop:
     """One network process's."""
 
     whose: str
+    role: str
     seen: LoopSeen
     stops_ms: list[float]
     """For how long it was stopped, each time."""
@@ -40,6 +43,19 @@ class _Loop:
     @property
     def enough(self) -> bool:
         return self.seen.pulses >= MIN_PULSES * (1 + len(self.stops_ms))
+
+    @property
+    def long(self) -> bool:
+        return self.seen.pulses >= SURE_PULSES + MIN_PULSES * len(self.stops_ms)
+
+    @property
+    def late(self) -> bool:
+        return self.seen.p99_ms >= MAX_LAG_MS
+
+    @property
+    def surely_late(self) -> bool:
+        """Half of all pulses are no start."""
+        return self.late and (self.long or self.seen.p50_ms >= MAX_LAG_MS)
 
     @property
     def uncounted(self) -> bool:
@@ -70,17 +86,39 @@ def event_loops_are_punctual(evidence: Evidence) -> Judgement:
     worst = max(loops or every, key=lambda one: one.seen.p99_ms)
     numbers |= {"worst p99 ms": worst.seen.p99_ms, "of": worst.whose}
     numbers |= {"longest ms": max(one.seen.worst_ms for one in every)}
-    late = sorted({one.whose for one in loops if one.seen.p99_ms >= MAX_LAG_MS})
+    starting = [one for one in loops if one.late and not one.surely_late]
+    numbers |= {"late in a brief life": len(starting)} if starting else {}
+    late = sorted({one.whose for one in loops if one.surely_late})
     if late or blocked:
-        said = [f"{listed(late)}: up to {worst.seen.p99_ms} ms."] if late else []
+        most_ms = max((one.seen.p99_ms for one in loops if one.surely_late), default=0)
+        said = [f"{listed(late)}: up to {most_ms} ms."] if late else []
         said += [f"Stood still: {listed([one.text for one in blocked])}."] if blocked else []
         return _late_or_busy(name, said, recording, numbers)
     if uncounted := sorted({one.whose for one in every if one.uncounted}):
         finding = f"Answered for {UNCOUNTED_S:.0f} s or more, with a loop that was not counted: {listed(uncounted)}."
         return Judgement(name, "could not tell", finding, numbers)
+    if unclear := _late_in_brief_lives(starting, loops):
+        return Judgement(name, "could not tell", unclear, numbers)
+    judged = [one for one in loops if one not in starting]
+    worst = max(judged, key=lambda one: one.seen.p99_ms)
+    finding = f"The latest of {len(judged)} loops is {worst.whose}'s, with {worst.seen.p99_ms} ms"
+    if starting:
+        finding += f"; {len(starting)} were late in lives of less than {SURE_PULSES} pulses, and longer ones not"
     beside = f"; {brief} were not judged, as they were there too briefly." if brief else "."
-    finding = f"The latest of {len(loops)} loops is {worst.whose}'s, with {worst.seen.p99_ms} ms{beside}"
-    return Judgement(name, "passed", finding, numbers)
+    return Judgement(name, "passed", finding + beside, numbers)
+
+
+def _late_in_brief_lives(starting: Sequence[_Loop], loops: Sequence[_Loop]) -> str:
+    """Whose loops were late, in words, where no longer life of the same role tells that this ends with the start.
+
+    No longer one is late: that has failed already.
+    """
+    punctual = {one.role for one in loops if one.long}
+    whose = sorted({one.whose for one in starting if one.role not in punctual})
+    if not whose:
+        return ""
+    most_ms = max(one.seen.p99_ms for one in starting if one.role not in punctual)
+    return f"{listed(whose)}: up to {most_ms} ms in lives of less than {SURE_PULSES} pulses, perhaps as they started."
 
 
 def _late_or_busy(name: str, said: list[str], recording: Recording, numbers: dict[str, Figure]) -> Judgement:
@@ -111,9 +149,8 @@ def _loops(recording: Recording) -> Iterator[_Loop]:
         for life in node.lives:
             if life.status:
                 answered_ms = (life.status_at_ms or life.started_ms) - life.started_ms
-                yield _Loop(
-                    node.name, life.status.details.discovery.loop, _stops_ms(recording, node, life), answered_ms
-                )
+                seen, stops_ms = life.status.details.discovery.loop, _stops_ms(recording, node, life)
+                yield _Loop(node.name, node.role, seen, stops_ms, answered_ms)
 
 
 def _stops_ms(recording: Recording, node: NodeRecord, life: Life) -> list[float]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from typing import Final
 
-from simnet.gather import Contributor
+from simnet.gather import Contributor, Life
 from simnet.oracles.books import Account, Books, SubmissionSeen
 from simnet.oracles.inputs import missing_copies
 from simnet.oracles.judgement import Evidence, Figure, Judgement, listed, no_books
@@ -17,6 +18,8 @@ SOUND_AT_TIMES: Final = {
     "stale-checkpoint": "while there is one checkpoint only, it has no older one to use",
 }
 """Cheats of whose accepted work only some is false; which, their name does not say."""
+_SIGNALLED: Final = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM))
+"""With these codes a node ends that is asked a second time, or does not come to its end in time."""
 
 
 def credits_equal_the_replay(evidence: Evidence) -> Judgement:
@@ -165,7 +168,7 @@ def _caught(evidence: Evidence, books: Books) -> int:
 
 
 def _trainer_was_cut_short(evidence: Evidence) -> bool:
-    """Whether the trainer could not say a last word: it was killed, or is not known to have ended.
+    """Whether the trainer could not say a last word: it was killed or hurried, or is not known to have ended.
 
     One that ended by itself writes it, unless its disk is full; that its last word is missing is no excuse.
     """
@@ -173,7 +176,14 @@ def _trainer_was_cut_short(evidence: Evidence) -> bool:
     last = lives[-1] if lives else None
     if last is None or last.final:
         return last is None
-    return last.exit_code is None or last.exit_code < 0 or _disk_is_full(evidence)
+    return last.exit_code is None or last.exit_code < 0 or _was_hurried(last) or _disk_is_full(evidence)
+
+
+def _was_hurried(last: Life) -> bool:
+    """Whether the simulation had it end before it could: as it was asked a second time, or had not come up yet."""
+    if last.ended_by not in ("close", "leave"):
+        return False
+    return last.exit_code in _SIGNALLED or last.status is None
 
 
 def _disk_is_full(evidence: Evidence) -> bool:

@@ -6,7 +6,7 @@ just come back, says nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Final
 
 from simnet.gather import FaultMark, NodeRecord, Recording
@@ -15,6 +15,11 @@ from simnet.timeline import UNDO
 RECOVERS_S: Final = 15.0
 """After a fault was undone it takes so long until a node has its connections again."""
 
+GONE: Final = frozenset({"kill", "leave", "restart", "stop", "partition", "disk-full"})
+"""What keeps a node from its work for as long as it lasts; the others slow or confuse it."""
+TURNED_AWAY_S: Final = 60.0
+"""So long after a node was gone everybody has turned to others."""
+
 Span = tuple[int, int]
 
 
@@ -22,9 +27,29 @@ def undisturbed(node: NodeRecord, recording: Recording) -> list[Span]:
     """From when until when, in wall-clock milliseconds, a node ran and no fault struck it or had just struck it."""
     over_ms = recording.over_ms or recording.ended_ms or recording.started_ms
     spans = [(life.started_ms, min(life.ended_ms or over_ms, over_ms)) for life in node.lives]
-    for begin_ms, end_ms in _ill(node, recording.faults, over_ms):
+    own = [fault for fault in recording.faults if fault.node == node.name]
+    for begin_ms, end_ms in _ill(own, over_ms):
         spans = [part for span in spans for part in _without(span, begin_ms, end_ms)]
     return spans
+
+
+def shaken(recording: Recording, roles: Collection[str]) -> list[Span]:
+    """When what goes through nodes of these roles may have to wait: one was slow, had just gone or had just come back.
+
+    Validators' clocks are right at all other times.
+    """
+    over_ms = recording.over_ms or recording.ended_ms or recording.started_ms
+    found: list[Span] = []
+    for node in recording.nodes:
+        own = [fault for fault in recording.faults if fault.node == node.name] if node.role in roles else []
+        for fault, (begin_ms, end_ms) in zip(own, _ill(own, over_ms), strict=True):
+            passes = fault.action in GONE or (fault.action == "clock" and node.role == "relay")
+            if passes and not _undoes(fault):
+                turned_ms, undone_ms = begin_ms + 1000 * TURNED_AWAY_S, end_ms - 1000 * RECOVERS_S
+                found += [(begin_ms, min(end_ms, round(turned_ms))), (round(undone_ms), end_ms)]
+            else:
+                found.append((begin_ms, end_ms))
+    return found
 
 
 def longest(spans: list[Span]) -> Span:
@@ -37,8 +62,8 @@ def passed_step_ms(recording: Recording, step: int) -> int | None:
     return next((sample.at_ms for sample in recording.samples if sample.step > step), None)
 
 
-def _ill(node: NodeRecord, faults: list[FaultMark], over_ms: int) -> Iterator[Span]:
-    own = [fault for fault in faults if fault.node == node.name]
+def _ill(own: list[FaultMark], over_ms: int) -> Iterator[Span]:
+    """For each of a node's faults from when until when it was not itself."""
     for at, fault in enumerate(own):
         undone = _undoes(fault)
         end_ms = fault.at_ms if undone else _undone_ms(fault, own[at + 1 :], over_ms)

@@ -33,7 +33,10 @@ def make_books() -> Books:
         total_steps=STEPS,
         entries=20,
         submissions=[*honest, lie],
-        steps=[StepSeen(one.step, [one.id], one.made_ms + 5000, one.made_ms + 10_000) for one in honest],
+        steps=[
+            StepSeen(one.step, [one.id], one.made_ms + 5000, one.made_ms + 10_000, due_ms=one.judged_ms)
+            for one in honest
+        ],
         accounts=[Account(HONEST, "active", 300, STEPS), Account(CHEAT, "evicted", 0, 0, {"toploc": 1})],
         copies=[Copy("relay-0", 18, agrees=True)],
         promises=[Promise(one.id, one.contributor, one.received_ms or 0, accepts=1) for one in honest],
@@ -55,6 +58,8 @@ def make_evidence() -> Evidence:
         else:
             node.lives[-1].status.details = Details(discovery=loop)
         node.lives[-1].status_at_ms = node.lives[-1].ended_ms
+        for life in node.lives:
+            life.first_status_at_ms = life.started_ms + 1000
     checkpoints = [
         CheckpointSeen(
             step,

@@ -62,6 +62,14 @@ def test_a_restart_is_a_kill_and_a_join_as_soon_as_it_can_be():
     assert done[-1] == ("trainer-0", "join")
 
 
+def test_a_node_without_room_comes_back_when_there_is_some():
+    plan = FaultPlan([Fault(node="a", action="disk-full", at_s=1.0, for_s=5.0)])
+    plan.strike(make_apply([]), step=0, elapsed_s=1.0)
+    assert plan.will_join("a")
+    plan.strike(make_apply([]), step=0, elapsed_s=6.0)
+    assert not plan.will_join("a")
+
+
 def test_what_finds_its_node_gone_is_left_out_and_not_undone():
     faults = [Fault(node="a", action="stop", at_s=1, for_s=5.0), Fault(node="b", action="kill", at_s=1, for_s=5.0)]
     plan, done = FaultPlan(faults), []

@@ -158,6 +158,24 @@ def test_a_full_disk_explains_an_end_and_a_free_one_brings_the_node_back(small, 
     assert (member.data_dir / "child.pid").exists()
 
 
+def test_a_node_that_is_started_on_a_full_disk_may_end_for_want_of_room_and_comes_back(small, tmp_path):
+    small["fault"] = [{"node": "inference-0", "action": "disk-full", "at_s": 1, "for_s": 2}]
+    with started(parse_scenario(small, name="small"), tmp_path) as fleet:
+        member = fleet.members["inference-0"]
+        for action in ("disk-full", "kill", "join"):
+            assert fleet.apply(fault(action)) == "struck"
+        wait_for(lambda: member.answers)
+        assert member.ended_by == "disk-full"
+        fleet.reap()
+        member.process.kill()
+        member.process.wait()
+        fleet.apply(fault("disk-free"))
+        assert (member.running, member.ended_by) == (True, "")
+        for action in ("kill", "join"):
+            fleet.apply(fault(action))
+        assert (member.running, member.ended_by) == (True, ""), "the disk has room again"
+
+
 def test_a_wrong_clock_is_told_to_the_process_and_taken_back(small, tmp_path):
     small["fleet"][3]["clock_ahead_s"] = 30
     with started(parse_scenario(small, name="small"), tmp_path) as fleet:
@@ -239,6 +257,7 @@ def test_a_node_that_runs_and_does_not_answer_is_silent_until_it_does(scenario, 
         assert (life.silences[0][0], life.status_at_ms) == (heard_ms, heard_ms)
         os.kill(fleet.members["inference-0"].process.pid, signal.SIGCONT)
         wait_for(lambda: (gatherer.poll(), life.status_at_ms > heard_ms)[1])
+        assert life.first_status_at_ms == heard_ms
         gatherer.close()
     assert len(life.silences) == 1
     assert all(not one.lives[-1].silences for name, one in records.items() if name != "inference-0")

@@ -14,7 +14,8 @@ from simnet.sampling import SAMPLE_S, look
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
 
-SECONDS = 480
+SECONDS = 900
+"""So that five minutes are left after a long life's warm-up."""
 GROWING = """
 import sys
 behaviour, every_s = sys.argv[1], float(sys.argv[2])
@@ -33,7 +34,7 @@ for line in sys.stdin:
 
 
 def watch(monkeypatch, *behaviours):
-    """Processes of a node that behave so, as they are looked at for eight minutes."""
+    """Processes of a node that behave so, as they are looked at for a quarter of an hour."""
     children = [
         subprocess.Popen(
             [sys.executable, "-c", GROWING, behaviour, str(SAMPLE_S)], stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -45,8 +45,48 @@ def test_a_clock_that_was_put_right_excuses_nothing_until_the_next_fault(evidenc
 
 def test_after_a_fault_a_pause_is_excused_for_as_long_again_and_no_longer(evidence):
     stopped = [(1, "trainer-0", "stop", {}), (51, "trainer-0", "continue", {})]
-    assert pause(evidence, 215, stopped) == "passed"
-    assert pause(evidence, 230, stopped) == "failed"
+    assert pause(evidence, 174, stopped) == "passed"
+    assert pause(evidence, 178, stopped) == "failed"
+    killed = [(1, "trainer-0", "kill", {}), (51, "trainer-0", "join", {})]
+    assert pause(evidence, 219, killed) == "passed"  # it is loading
+    assert pause(evidence, 223, killed) == "failed"
+
+
+def every_minute(node, action, undone, **more):
+    """Faults of a second each."""
+    return [
+        mark for at in range(0, 1200, 60) for mark in ((at, node, action, more), (at + 1, node, undone, {}))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("node", "action", "undone", "more"),
+    [
+        ("trainer-0", "clock", "clock", {"seconds": 1.0}),
+        ("trainer-0", "stop", "continue", {}),
+        ("validator-0", "partition", "heal", {}),
+        ("relay-0", "kill", "join", {}),
+    ],
+)
+def test_short_faults_one_after_another_do_not_add_up_to_a_standstill(evidence, node, action, undone, more):
+    """Attack: a run that stands still for twenty minutes, in which something harmless happens each minute."""
+    second = NodeRecord("relay-1", "relay", "x", lives=[Life(pid=9, started_ms=START_MS)])
+    evidence.recording.nodes.append(second)
+    faults = every_minute(node, action, undone, **more)
+    assert pause(evidence, 1200, faults) == "failed"
+    assert pause(evidence, 70, faults) == "passed"
+
+
+def test_which_part_of_the_time_faults_would_explain_is_told(evidence):
+    killed = [(0, "trainer-0", "stop", {}), (20, "trainer-0", "continue", {})]
+    assert pause(evidence, 110, killed) == "passed"
+    found = judgement(evidence, "steps advance")
+    first_ms, last_ms = evidence.recording.started_ms, evidence.books.steps[-1].trained_ms
+    expected = 100 * 55_000 / (last_ms - first_ms)
+    assert found.numbers["explained by faults %"] == pytest.approx(expected, abs=0.1)
+    assert f"in {expected:.0f} % of the time" in found.finding
+    evidence.recording.faults = []
+    assert "Faults" not in judgement(evidence, "steps advance").finding
 
 
 def test_a_stopped_node_that_is_started_anew_is_no_longer_stopped(evidence):

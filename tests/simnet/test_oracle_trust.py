@@ -78,6 +78,34 @@ def test_only_a_trainer_that_could_not_say_a_last_word_is_excused_for_another(ev
     assert credits_(evidence).outcome == said
 
 
+@pytest.mark.parametrize(
+    ("ended_by", "exit_code", "said"),
+    [
+        ("close", 143, "could not tell"),
+        ("close", 130, "could not tell"),
+        ("leave", 130, "could not tell"),
+        ("close", 0, "failed"),
+        ("close", 1, "failed"),
+        ("", 143, "failed"),
+    ],
+)
+def test_a_trainer_that_was_hurried_is_excused_and_one_that_ends_with_that_code_is_not(
+    evidence, ended_by, exit_code, said
+):
+    """Asked a second time, as at a busy close, a node ends at once, with 128 and the signal's number."""
+    evidence.recording.trainer.contributors[0].credits += 1
+    last = evidence.recording.nodes[0].lives[-1]
+    last.final, last.ended_by, last.exit_code = False, ended_by, exit_code
+    assert credits_(evidence).outcome == said
+
+
+def test_a_trainer_that_had_not_come_up_again_at_the_close_has_said_nothing_since(evidence):
+    evidence.recording.trainer.contributors[0].credits += 1
+    node = evidence.recording.nodes[0]
+    node.lives.append(Life(11, START_MS, START_MS + 1, 1, "close"))
+    assert credits_(evidence).outcome == "could not tell"
+
+
 def at_length(evidence: Evidence, *, steps: int = 60) -> None:
     """Have the run last for ten minutes and sixty steps, in each of which the honest contributor gets on."""
     recording, books = evidence.recording, evidence.books
@@ -161,6 +189,15 @@ def test_a_node_is_not_kept_out_where_others_get_nothing_either_or_start_as_slow
     for one in evidence.books.submissions:
         one.judged_ms = START_MS + 1000 * (LONG_S - 300)  # four times that is more than there was
     assert honest(evidence).outcome == "could not tell"
+
+
+@pytest.mark.parametrize(("began_s", "said"), [(149, "failed"), (151, "could not tell")])
+def test_a_node_is_kept_out_when_the_slowest_other_began_four_times_as_fast(evidence, began_s, said):
+    at_length(evidence)
+    another(evidence)  # for ten minutes
+    for one in evidence.books.submissions:
+        one.judged_ms = max(one.judged_ms, START_MS + 1000 * began_s)
+    assert honest(evidence).outcome == said
 
 
 def unsettled(evidence: Evidence, *, count: int, state: str, step: int = 5) -> None:

@@ -71,6 +71,21 @@ def test_silences_are_bounded(monkeypatch):
     assert len(life.silences) == 3
 
 
+def test_of_too_many_silences_the_longest_and_the_newest_are_kept(monkeypatch):
+    """Attack: a node is silent now and then, and hangs for good when no more silences are kept."""
+    monkeypatch.setattr(gatherer_module, "MAX_SILENCES", 3)
+    life = Life(1, started_ms=0)
+    for number, silent_ms in enumerate((20_000, 40_000, 12_000, 30_000, 11_000)):
+        life.status_at_ms = 100_000 * number
+        for until_ms in range(10_000, silent_ms + 1, 1000):
+            note_silence(life, since_ms=0, until_ms=life.status_at_ms + until_ms)
+    assert life.silences == [(100_000, 140_000), (300_000, 330_000), (400_000, 411_000)]
+    life.status_at_ms = 500_000
+    for until_ms in range(510_000, 1_400_001, 1000):
+        note_silence(life, since_ms=0, until_ms=until_ms)
+    assert life.silences == [(100_000, 140_000), (300_000, 330_000), (500_000, 1_400_000)]
+
+
 class Endless(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
