@@ -94,6 +94,11 @@ def rate(work: Callable[[], Any], *, seconds: float) -> float:
     return count / elapsed
 
 
+def tell(text: str) -> None:
+    """How far a long benchmark is, for whoever waits for it: on stderr, beside the figures."""
+    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def show(name: str, result: Result, console: Console) -> None:
     """A table for people, then one line of JSON for programs."""
     goals = {goal.name: goal for goal in result.goals}

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from bench.harness import Result
+from bench.harness import Result, tell
 from bench.swarm_fleet import Shape, running
 from bench.swarm_growth import OF_GROWING, OF_SHARED, STEP_S, ask, constants_of
 from bench.swarm_model import PARAMETERS, need
@@ -45,7 +45,14 @@ def bench(*, quick: bool, only: str | None = None) -> Result:
             )
         growing, shared = (Shape(int(only), 1, STEP_S),), ()
     settle_s, watch_s = (0.0, QUICK_S) if quick else (SETTLE_S, WATCH_S)
-    found = [measure(shape, settle_s=settle_s, watch_s=watch_s) for shape in (*growing, *shared)]
+    found: list[Point] = []
+    shapes = (*growing, *shared)
+    for number, shape in enumerate(shapes, start=1):
+        tell(
+            f"{time.strftime('%H:%M:%S')} swarm {number} of {len(shapes)}: {shape.contributors} contributors, "
+            f"{shape.submissions_each} submissions each; it starts and settles, then is watched for {watch_s:.0f} s"
+        )
+        found.append(measure(shape, settle_s=settle_s, watch_s=watch_s))
     return result_of(
         found[: len(growing)],
         [*found[len(growing) :], found[len(growing) - 1]],

@@ -24,8 +24,9 @@ import msgspec
 from protocol.errors import NodeError
 from simnet import netns
 from simnet.commands import CliCommands, Launch, environment_of
-from simnet.fleet import Fleet, Member
+from simnet.fleet import Fleet
 from simnet.interrupts import interruptible, shielded
+from simnet.member import Member
 from simnet.memory import available_memory_mb, check_memory
 from simnet.processes import ProcessTable
 from simnet.recipe_file import write_recipe

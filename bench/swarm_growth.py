@@ -65,6 +65,11 @@ def contributor_cpu(point: Point, constants: Constants) -> float:
     return _like_messages(point.node.cpu_ms, point, constants) / point.yardstick_ms
 
 
+def contributor_cpu_ms(point: Point, constants: Constants) -> float:
+    """As it was counted, whatever the machine did beside it."""
+    return _like_messages(point.node.cpu_ms, point, constants)
+
+
 def relay_bytes(point: Point, constants: Constants) -> float:
     moved = contributor_bytes(point, constants)
     return point.relay.bytes / point.node.bytes * moved if point.node.bytes > 0 else math.inf
@@ -132,6 +137,7 @@ def _relays_over_contributors(relay: Cost, contributor: Cost) -> Cost:
 OF_GROWING: Final = (
     Asked("contributor_bytes_growth", "a contributor's kB", contributor_bytes, apart, MOST_GROWTH, 1e3),
     Asked("contributor_messages_growth", "a contributor's messages", contributor_messages, apart, MOST_GROWTH),
+    Asked("contributor_cpu_ms_growth", "a contributor's CPU, ms", contributor_cpu_ms, apart, MOST_GROWTH),
     Asked("contributor_cpu_growth", "a contributor's CPU, in requests", contributor_cpu, along_line, MOST_GROWTH),
     Asked("relay_bytes_beyond_line", "a relay's kB, beyond a line", relay_bytes, beyond_line, MOST_GROWTH, 1e3),
     Asked("relay_cpu_beyond_line", "a relay's CPU, in requests, beyond a line", relay_cpu, beyond_line, MOST_GROWTH),

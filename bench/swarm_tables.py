@@ -20,9 +20,9 @@ SETTING: Final = (
 NORMALISED: Final = (
     "What one takes in a step is compared: for a contributor, what it takes while it waits for eight seconds and all "
     "the rest by the steps that there were; a relay's bytes and CPU in proportion to its contributors' bytes and "
-    "messages; the trainer's by the step. CPU is counted in requests: what one over TLS took a process beside them "
-    "meanwhile. Found is the dearest over the cheapest; of contributors' CPU the ends of a line through all swarms, by "
-    "doublings; of a relay the last over a straight line through the others."
+    "messages; the trainer's by the step. CPU is counted in requests too: what one over TLS took a process beside "
+    "them meanwhile. Found is the dearest over the cheapest; of contributors' CPU in requests the ends of a line "
+    "through all swarms, by doublings; of a relay the last over a straight line through the others."
 )
 _MEASURED: Final = (
     *("contributors", "contributor, kB in / out", "messages", "CPU ms", "relay, kB in / out", "CPU ms", "memory, MB"),

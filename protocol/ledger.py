@@ -22,7 +22,7 @@ from protocol.duties import Duties, Duty, DutyKind
 from protocol.envelope import Record, Signed, open_envelope, open_one_of
 from protocol.errors import LedgerError, ProtocolError, WrongRunError
 from protocol.identity import PeerId
-from protocol.ledger_memory import BatchSubmissions, Stale, SubmissionState
+from protocol.ledger_memory import BatchSubmissions, SubmissionState
 from protocol.ledger_memory import LedgerMemory as LedgerMemory
 from protocol.ledger_memory import LedgerSubmission as LedgerSubmission
 from protocol.records import (
@@ -36,6 +36,7 @@ from protocol.records import (
     Trained,
     Verdict,
 )
+from protocol.shelf import Shelf
 from protocol.standing import Contributor
 
 STEPS_AHEAD: Final = 1
@@ -95,12 +96,10 @@ class LedgerState:
         """Submissions of each step's batch; the entries are in `committed`."""
         self.trained = memory.trained
         self._files = memory.files
+        self.shelf = Shelf(manifest.batch, self.submissions, self.contributors, self.trained)
+        """Accepted work that is in no batch."""
         self.unaccepted: dict[bytes, None] = {}
         """Submissions that are not accepted, or not yet, in ledger order."""
-        self._waiting: dict[bytes, int] = {}
-        """Accepted submissions that are in no batch, and the number of their entry."""
-        self._stale = Stale()
-        """Those that no batch can hold any more."""
         self._hard: dict[bytes, bytes] = {}
         """By hard verdict: the submission it rejects."""
         self._admissions = Admissions(run_id, manifest.admission, operator or self._trainer)
@@ -190,23 +189,6 @@ class LedgerState:
     def tip_at(self, length: int) -> bytes | None:
         """The tip after the first `length` entries; None when there are fewer."""
         return self._tips[length] if 0 <= length <= self.length else None
-
-    def usable(self, step: int) -> list[bytes]:
-        """Accepted submissions that a batch for `step` may hold, in ledger order."""
-        waiting = sorted(self._waiting, key=self._waiting.__getitem__)
-        return [key for key in waiting if self._why_unusable(self.submissions[key], step) is None]
-
-    def stale(self, step: int) -> Stale:
-        """Accepted work that no batch from `step` on can use any more, `step` being the next or a later one."""
-        return self._stale.plus([self.submissions[key].record for key in self._too_old(step)])
-
-    def is_too_old(self, submission: LedgerSubmission, step: int) -> bool:
-        """Whether it is accepted, in no batch, and of a policy that no batch from `step` on can use."""
-        unused = submission.state == "accepted" and submission.used_in is None
-        return unused and submission.record.checkpoint_step < step - self.manifest.batch.max_staleness
-
-    def _too_old(self, step: int) -> list[bytes]:
-        return [key for key in self._waiting if self.is_too_old(self.submissions[key], step)]
 
     def committed_at_ms(self, step: int) -> int:
         """When the batch before a step's was signed, or the run: the step cannot have opened earlier."""
@@ -316,7 +298,7 @@ class LedgerState:
         contributor = self.contributors[submission.author]
         if votes.count("accept") >= self.manifest.quorum:
             self._settle(latest.submission, "accepted")
-            self._waiting[latest.submission] = submission.place
+            self.shelf.put(latest.submission)
             contributor.history.add(self.length + 1, accepted=True)
             self._pay(submission)
         elif votes.count("reject") >= self.manifest.quorum:
@@ -394,37 +376,15 @@ class LedgerState:
             _refuse("duplicate", "a batch names a submission twice")
         for key in record.submissions:
             submission = self.submissions.get(key)
-            fault = "not in the ledger" if submission is None else self._why_unusable(submission, record.step)
+            fault = "not in the ledger" if submission is None else self.shelf.why_unusable(submission, record.step)
             if fault is not None:
                 _refuse("unusable", f"submission {key.hex()[:12]} cannot be trained at step {record.step}: {fault}")
         waited_s = (record.issued_at_ms - self.committed_at_ms(record.step)) / 1e3
         fault = fault_of(self.manifest, record, waited_s=waited_s)
         if fault:
             _refuse("short", f"the batch of step {record.step} is not what this run trains on: {fault}")
-        for key in record.submissions:
-            self.submissions[key].used_in = record.step
-            del self._waiting[key]
+        self.shelf.take(record)
         self.committed[record.step] = record
-        self._stale = self.stale(record.step + 1)
-        for key in self._too_old(record.step + 1):
-            del self._waiting[key]
-
-    def _why_unusable(self, submission: LedgerSubmission, step: int) -> str | None:
-        if submission.state != "accepted":
-            return submission.state
-        if submission.appeal:
-            return "it was accepted on appeal, after its time"
-        if submission.used_in is not None:
-            return f"already trained at step {submission.used_in}"
-        if self.contributors[submission.author].standing == "evicted":
-            return "its contributor is evicted"
-        policy = submission.record.checkpoint_step
-        if not step - self.manifest.batch.max_staleness <= policy <= step:
-            return f"its policy is checkpoint {policy}"
-        gave = self.trained.get(policy - 1)
-        if gave is not None and gave.checkpoint != submission.record.checkpoint:
-            return f"it names another policy than the one that step {policy - 1} gave"
-        return None
 
     def _trained(self, entry: Signed[Trained]) -> None:
         entry.require_author(self._trainer)

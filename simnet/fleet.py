@@ -14,11 +14,9 @@ import signal
 import socket
 import subprocess
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -31,10 +29,11 @@ from simnet.disks import Disks
 from simnet.faults import Struck, undoes
 from simnet.interrupts import shielded
 from simnet.meddle import Control, write_control, write_hook
+from simnet.member import Member
 from simnet.network import LOOPBACK, make_network
-from simnet.processes import ProcessKey, ProcessTable, Usage, send
+from simnet.processes import ProcessKey, ProcessTable, send
 from simnet.recipe_file import to_toml
-from simnet.scenario import Fault, NodePlan, Scenario
+from simnet.scenario import Fault, Scenario
 
 log = logging.getLogger(__name__)
 
@@ -46,91 +45,6 @@ LEAVE_TIMEOUT_S = 90.0
 DISK_FULL = "disk-full"
 SERVING = ("relay", "trainer", "hostile")
 _PORTS = range(20_000, 32_000)  # below the range from which systems pick ports of outgoing connections
-
-
-@dataclass(frozen=True)
-class Past:
-    """A process of a node that has ended; the times are wall-clock milliseconds."""
-
-    pid: int
-    started_ms: int
-    ended_ms: int
-    """At the latest: when that was noticed."""
-    exit_code: int
-    ended_by: str
-
-
-@dataclass
-class Member:
-    """One node of the fleet."""
-
-    plan: NodePlan
-    directory: Path
-    peer_id: str
-    p2p_port: int
-    http_port: int
-    process: subprocess.Popen[bytes] | None = None
-    ended_by: str = ""
-    """What made the latest process end: a fault's action, `close`, or nothing that we did."""
-    disk_full: bool = False
-    """Whether there is no room on its disk; a process that is started on it may end by that, too."""
-    offspring: set[ProcessKey] = field(default_factory=set)
-    """Every descendant that was ever seen and may still run."""
-    usage: Usage = field(default_factory=Usage)
-    """Of all its processes, in all its lives."""
-    multiaddr: str = ""
-    """At which others reach it, if it is a relay."""
-    started_s: float = 0.0
-    """Monotonic time at which the latest process began."""
-    started_ms: int = 0
-    """The same in wall-clock milliseconds."""
-    past: deque[Past] = field(default_factory=deque)
-    """Its earlier processes, oldest first; whoever records them takes them out."""
-    control: Control = field(default_factory=Control)
-    """What is wrong with its clock and disk."""
-    inside: Callable[[], AbstractContextManager[None]] = nullcontext
-    """For the network that it lies in: this thread's new sockets are its own."""
-
-    @property
-    def data_dir(self) -> Path:
-        return self.directory / "data"
-
-    @property
-    def log_path(self) -> Path:
-        return self.directory / "log.txt"
-
-    @property
-    def settings_path(self) -> Path:
-        return self.directory / "settings.toml"
-
-    @property
-    def control_path(self) -> Path:
-        return self.directory / "control.json"
-
-    @property
-    def hook(self) -> Path:
-        """The directory that has its processes obey `control`."""
-        return self.directory / "meddled"
-
-    @property
-    def running(self) -> bool:
-        return self.process is not None and self.process.poll() is None
-
-    @property
-    def gone(self) -> bool:
-        """Whether its process has ended by itself: not for a plan that has it come back or stay away."""
-        return self.process is not None and not self.running and self.ended_by not in ("kill", "leave")
-
-    @property
-    def answers(self) -> bool:
-        """Whether its process has come as far as to show a status; from then on it takes signals as it should."""
-        return (self.data_dir / "status.url").exists()
-
-    @property
-    def pids(self) -> list[int]:
-        """Its own process and those that descend from it, as they were last seen."""
-        own = [self.process.pid] if self.process is not None and self.running else []
-        return own + [key.pid for key in self.offspring]
 
 
 class Fleet:
@@ -205,7 +119,7 @@ class Fleet:
     def start(self, name: str) -> None:
         """Start a node's process; its output is appended to its log."""
         member = self.members[name]
-        _bury(member)
+        member.bury()
         (member.data_dir / "status.url").unlink(missing_ok=True)
         command = self._network.wrap(name, self._commands.start(member.plan, self._launch(member)))
         with member.log_path.open("ab") as output, shielded():
@@ -423,13 +337,6 @@ class Fleet:
 
     def _left_over(self) -> set[ProcessKey]:
         return ProcessTable().alive(key for member in self.members.values() for key in member.offspring)
-
-
-def _bury(member: Member) -> None:
-    """Remember how a node's process ended, before the next one takes its place."""
-    if member.process is not None and (code := member.process.poll()) is not None:
-        ended_ms = time.time_ns() // 1_000_000
-        member.past.append(Past(member.process.pid, member.started_ms, ended_ms, code, member.ended_by))
 
 
 def free_ports(count: int) -> list[int]:

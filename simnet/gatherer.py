@@ -17,8 +17,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from p2p.canary import core_wait_s
-from simnet.fleet import Fleet, Member, Past
+from simnet.fleet import Fleet
 from simnet.gather import SILENT_MS, Life, NodeRecord, Recording, Sample, Status, VerdictRow, now_ms
+from simnet.member import Member, Past
 from simnet.processes import ProcessTable
 from simnet.sampling import SAMPLE_S, Pulse, look, processes_within
 

@@ -120,9 +120,9 @@ class Collector:
         for path in list(self._rollout_dir.glob(f"*{SUFFIX}")):
             with suppress(ValueError):  # no file of ours
                 one = looked_at(state.submissions, bytes.fromhex(path.stem))
-                if one is not None and state.is_too_old(one, step):
+                if one is not None and state.shelf.is_too_old(one, step):
                     path.unlink(missing_ok=True)
-        return state.stale(step).rollouts
+        return state.shelf.stale(step).rollouts
 
     async def wait_changed(self) -> None:
         """Until a submission or an entry is there that was not when this was called."""

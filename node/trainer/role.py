@@ -210,9 +210,9 @@ class TrainerRole:
         opened = trio.current_time() - self._open_for_s(step)
         self._scores.stale(step, self._p.collector.drop_stale(step))
         while True:
-            usable = self._p.ledger.state.usable(step)
+            usable = self._p.ledger.state.shelf.usable(step)
             silent = await self._signals.read(usable)
-            if usable != self._p.ledger.state.usable(step):
+            if usable != self._p.ledger.state.shelf.usable(step):
                 continue  # more came while files were being read
             waited_s = trio.current_time() - opened
             gathered = gather(self._manifest, usable, silent, waited_s=waited_s)

@@ -42,7 +42,7 @@ class Scoreboard:
             for verdict in submission.verdicts.values():
                 self._keep(verdict)
         self._board.details(total_steps=self._state.manifest.batch.total_steps)
-        self._stale_rollouts = self._state.stale(self._step).rollouts
+        self._stale_rollouts = self._state.shelf.stale(self._step).rollouts
         self._groups_without_signal = sum(map(_silent, self._state.trained.values()))
         self._show_rewards()
         self._show_contributors()
@@ -126,8 +126,8 @@ class Scoreboard:
                 rejected[reason] = rejected.get(reason, 0) + count
         self._board.update(accepted=sum(row["accepted"] for row in rows), rejected=rejected)
         self._board.details(
-            stale=self._state.stale(self._step).submissions,
-            unused=len(self._state.usable(self._step)),
+            stale=self._state.shelf.stale(self._step).submissions,
+            unused=len(self._state.shelf.usable(self._step)),
         )
         self._board.rows(contributors=rows, verdicts=[*self._others, *self._accepts])
 

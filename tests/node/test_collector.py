@@ -21,7 +21,7 @@ def world(tmp_path: Path) -> World:
 async def test_accepted_submission_enters_with_its_verdict_after_its_file(world: World) -> None:
     submission = make_submission(ALICE, RUN)
     await world.hear(submission, make_verdict(submission))
-    assert world.state.usable(0) == [submission.id]
+    assert world.state.shelf.usable(0) == [submission.id]
     assert world.collector.file(submission.id).read_bytes() == b"rollouts"
 
 
@@ -29,7 +29,7 @@ async def test_verdict_may_come_before_its_submission(world: World) -> None:
     """Two relays: one announces the verdict before the other announces the submission."""
     submission = make_submission(ALICE, RUN)
     await world.hear(make_verdict(submission), submission)
-    assert world.state.usable(0) == [submission.id]
+    assert world.state.shelf.usable(0) == [submission.id]
 
 
 async def test_nothing_is_accepted_before_its_file_is_on_disk(world: World) -> None:
@@ -39,7 +39,7 @@ async def test_nothing_is_accepted_before_its_file_is_on_disk(world: World) -> N
     assert world.state.length == 0
     world.relay.away = False
     await world.hear(make_verdict(submission))
-    assert world.state.usable(0) == [submission.id]
+    assert world.state.shelf.usable(0) == [submission.id]
 
 
 async def test_later_indices_wait_for_earlier_ones(world: World) -> None:
@@ -69,7 +69,7 @@ async def test_undecided_is_noted_and_holds_nobody_up(world: World) -> None:
     first, second = make_submission(ALICE, RUN), make_submission(ALICE, RUN, index=1)
     await world.hear(first, make_verdict(first, outcome="undecided", reason="the engine failed"))
     await world.hear(second, make_verdict(second))
-    assert world.state.usable(0) == [second.id]
+    assert world.state.shelf.usable(0) == [second.id]
     assert world.state.evicted == set()
 
 
@@ -119,10 +119,10 @@ async def test_stale_rollouts_are_counted_and_deleted_and_never_in_a_batch(world
     await world.hear(submission, make_verdict(submission))
     assert [world.collector.drop_stale(step) for step in range(2)] == [0, 0]
     assert world.collector.file(submission.id).exists()
-    assert world.state.usable(1) == [submission.id]
+    assert world.state.shelf.usable(1) == [submission.id]
     assert world.collector.drop_stale(2) == submission.record.rollouts
     assert not world.collector.file(submission.id).exists()
-    assert world.state.usable(2) == []
+    assert world.state.shelf.usable(2) == []
 
 
 async def test_a_file_too_old_for_the_step_is_not_fetched(world: World) -> None:
@@ -134,7 +134,7 @@ async def test_a_file_too_old_for_the_step_is_not_fetched(world: World) -> None:
     await world.hear(late, make_verdict(late))
     assert world.state.submissions[late.id].state == "accepted"
     assert world.relay.fetched == 0
-    assert world.state.usable(2) == []
+    assert world.state.shelf.usable(2) == []
     assert world.collector.drop_stale(2) == late.record.rollouts
 
 

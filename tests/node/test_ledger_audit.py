@@ -142,7 +142,7 @@ def test_flat_memory_gives_the_same_rows(long_run: tuple[Path, LedgerState], mon
         assert (notes, found.breaches.found, found.state.tip) == ([], [], state.tip)
         rows = [(key, one.state, one.used_in, one.place) for key, one in found.state.submissions.items()]
         assert rows == [(key, one.state, one.used_in, one.place) for key, one in state.submissions.items()]
-        assert found.state.usable(99) == state.usable(99)
+        assert found.state.shelf.usable(99) == state.shelf.usable(99)
 
 
 def test_scratch_map_behaves_as_a_dict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ async def test_lone_validator_lets_no_cheat_through(tmp_path: Path) -> None:
     work = make_submission(BOB, RUN)
     await world.hear(work, make_verdict(work, by=VALIDATOR), hard(work, CARL), hard(work, DAVE))
     assert world.standing(BOB) == "evicted"
-    assert world.state.usable(0) == []
+    assert world.state.shelf.usable(0) == []
 
 
 @pytest.mark.parametrize(

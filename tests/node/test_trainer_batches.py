@@ -217,7 +217,7 @@ async def test_the_deadline_goes_on_over_a_restart(tmp_path: Path, clock: Any, m
     world = World(tmp_path, total_steps=3, max_staleness=0, deadline_s=60.0, minimum_share=0.5)
     world.hand_in(MIXED, MIXED)
     opened_ms = 1_800_000_000_000
-    keys = tuple(world.ledger.state.usable(0))
+    keys = tuple(world.ledger.state.shelf.usable(0))
     batch = Batch(
         run_id=world.run.id, step=0, submissions=keys, issued_at_ms=opened_ms - 90_000, ended="whole", silent=b""
     )

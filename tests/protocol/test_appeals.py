@@ -129,7 +129,7 @@ def test_a_soft_rejection_is_taken_back_without_an_eviction(alice: Identity) -> 
 def test_work_accepted_on_appeal_is_not_trained(world: World) -> None:
     """Nobody has its file at hand any more."""
     world.answer(world.appeal())
-    assert world.state.usable(0) == [world.good.id]
+    assert world.state.shelf.usable(0) == [world.good.id]
     assert refused(world.state, make_batch(RUN, 0, [world.bad])) == "unusable"
 
 

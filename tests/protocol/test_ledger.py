@@ -87,9 +87,9 @@ def test_accepted_work_earns_its_tokens_and_can_be_trained_once(state: LedgerSta
     submission = make_submission(alice, RUN)
     accept(state, submission)
     assert state.contributors[alice.peer_id].credits == 40
-    assert state.usable(0) == [submission.id]
+    assert state.shelf.usable(0) == [submission.id]
     state.apply(make_batch(RUN, 0, [submission]))
-    assert state.usable(1) == []
+    assert state.shelf.usable(1) == []
     assert refused(state, make_batch(RUN, 1, [submission])) == "unusable"
 
 
@@ -124,7 +124,7 @@ def test_who_signs_for_the_file_of_another_first_keeps_nobody_out(
     state.apply(stolen.data)
     state.apply(make_verdict(stolen, outcome="undecided", reason="the engine failed").data)
     accept(state, honest)
-    assert state.usable(0) == [honest.id]
+    assert state.shelf.usable(0) == [honest.id]
     again = make_submission(alice, RUN, index=1, sha256=b"1" * 32)
     assert refused(state, again.data) == "duplicate-file"
 
@@ -163,7 +163,7 @@ def test_hard_rejection_evicts_and_forfeits(state: LedgerState, alice: Identity)
     state.apply(make_eviction(verdict))
     contributor = state.contributors[alice.peer_id]
     assert (contributor.standing, contributor.credits, contributor.rejected) == ("evicted", 0, {"toploc": 1})
-    assert state.usable(0) == []
+    assert state.shelf.usable(0) == []
     assert refused(state, make_submission(alice, RUN, index=2).data) == "evicted"
     assert refused(state, make_eviction(verdict)) == "standing"
 
@@ -190,8 +190,8 @@ def test_batch_takes_no_stale_policy_and_no_future_one(state: LedgerState, alice
     late = make_submission(bob, RUN)
     accept(state, late)
     assert refused(state, make_batch(RUN, 2, [late])) == "unusable"
-    assert state.stale(2) == Stale(1, late.record.rollouts)
-    assert not state.usable(2)
+    assert state.shelf.stale(2) == Stale(1, late.record.rollouts)
+    assert not state.shelf.usable(2)
 
 
 def test_batches_and_training_go_in_order(state: LedgerState, alice: Identity) -> None:
@@ -410,7 +410,7 @@ def test_no_batch_holds_work_of_another_policy_than_the_one_that_its_step_gave(
     state.apply(make_trained(RUN, 0))
     work = make_submission(alice, RUN, step=1, checkpoint_step=1, checkpoint=b"z" * 32)
     accept(state, work)
-    assert state.usable(1) == []
+    assert state.shelf.usable(1) == []
     assert refused(state, make_batch(RUN, 1, [work])) == "unusable"
 
 

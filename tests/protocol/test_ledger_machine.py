@@ -253,7 +253,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(keep=st.integers(0, 4), ahead=st.sampled_from([0, 0, 0, 1]))
     def train_on(self, keep: int, ahead: int) -> None:
         step = self.model.batches + ahead
-        usable = self.state.usable(step)[: keep or None]
+        usable = self.state.shelf.usable(step)[: keep or None]
         chosen = [self.model.work[key].signed for key in usable]
         if chosen and self._offer(make_batch(RUN, step, chosen), allowed=not ahead):
             self.model.batches += 1
@@ -265,7 +265,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def train_on_any(self, data: st.DataObject) -> None:
         """Whatever is not usable is refused, alone or among others."""
         work = self._any(data)
-        usable = self.state.usable(self.model.batches)
+        usable = self.state.shelf.usable(self.model.batches)
         assert (work.signed.id in usable) == self._is_usable(work)
         if work.signed.id not in usable:
             others = [self.model.work[key].signed for key in usable[:1]]
@@ -338,7 +338,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.state.submissions,
             self.state.appeals,
         )
-        assert replay.usable(self.model.batches) == self.state.usable(self.model.batches)
+        assert replay.shelf.usable(self.model.batches) == self.state.shelf.usable(self.model.batches)
         assert replay.owed() == self.state.owed()
         for duty in replay.owed():
             replay.apply(made_of(duty))
