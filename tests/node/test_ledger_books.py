@@ -115,7 +115,7 @@ def test_books_take_one_answer_of_two_for_no_grant(monkeypatch: pytest.MonkeyPat
 def credit_early(state: LedgerState, submission: LedgerSubmission, latest: Verdict) -> None:
     """Rules of a node that was tampered with: one vote is enough."""
     submission.state = "accepted"
-    state._waiting[latest.submission] = submission.place
+    state.shelf.put(latest.submission)
     state._pay(submission)
 
 

@@ -71,7 +71,7 @@ def test_replay_gives_the_same_state(ledger, tmp_path):
         assert any(one.used_in is not None for one in state.submissions.values())
         for key in plain.submissions:
             assert find_submission(state, key) == find_submission(plain, key)
-        assert state.shelf.stale(10**6) == plain.stale(10**6)
+        assert state.shelf.stale(10**6) == plain.shelf.stale(10**6)
         for data in ledger[:50]:
             assert rule_of(state, data) == rule_of(plain, data)
 
