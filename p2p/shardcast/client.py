@@ -139,6 +139,10 @@ class CheckpointClient:
                         await self._complete(partial)
             except OSError as error:
                 raise disk_error(error) from error
+            except ExceptionGroup as group:  # out of a nursery of the transfer's or of a request's
+                if (refusal := _disk_refusal(group)) is None:
+                    raise
+                raise disk_error(refusal) from group
 
     @asynccontextmanager
     async def _alone_with(self, layout: Layout) -> AsyncIterator[None]:
@@ -257,3 +261,12 @@ class CheckpointClient:
         if plan.record.step < oldest:
             raise StaleRecordError(f"a plan of step {plan.record.step}, when one from {oldest} on was asked for")
         return plan
+
+
+def _disk_refusal(group: ExceptionGroup[Exception]) -> OSError | None:
+    """What the disk said, if that is all that went wrong."""
+    refusals, others = group.split(OSError)
+    found: Exception | None = None if others is not None else refusals
+    while isinstance(found, ExceptionGroup):
+        found = found.exceptions[0]
+    return found if isinstance(found, OSError) else None

@@ -29,6 +29,7 @@ from p2p.shardcast import store as store_module
 from p2p.shardcast.entries import MANIFEST
 from p2p.shardcast.sources import Standing, pack_bits
 from p2p.shardcast.store import CheckpointStore
+from p2p.shardcast.transfer import Transfer
 from protocol.checkpoint import CheckpointRules
 from protocol.envelope import open_envelope, seal
 from protocol.errors import DataDirError
@@ -197,6 +198,27 @@ async def test_a_disk_without_room_for_the_manifest_is_this_nodes_fault(world, t
         await client.download(manifest.id)
         assert contents(world.node.local_dir(manifest.id)) == contents(world.policy)
         assert world.misdeeds == []
+
+
+async def test_a_full_disk_that_comes_out_of_a_nursery_is_named_as_well(world, monkeypatch):
+    """Whichever task of a download meets it first: a relay lives on."""
+    with trio.fail_after(30):
+        manifest = await publish(world.trainer, world.policy)
+        await world.relay(ALICE)
+
+        async def no_room(transfer):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        async def broken(transfer):
+            raise ZeroDivisionError
+
+        client = world.client()
+        monkeypatch.setattr(Transfer, "_watch_attempts", no_room)
+        with pytest.raises(DataDirError, match="No space left"):
+            await client.download(manifest.id)
+        monkeypatch.setattr(Transfer, "_watch_attempts", broken)
+        with pytest.RaisesGroup(ZeroDivisionError):
+            await client.download(manifest.id)
 
 
 async def test_a_file_that_may_not_grow_is_this_nodes_fault(world, tmp_path):
