@@ -45,7 +45,7 @@ with _ending_at_once():
     from node.config import NodeConfig, variable
     from node.logs import printable, set_up_logging
     from node.version import SOFTWARE
-    from protocol.errors import ConfigError, NodeError
+    from protocol.errors import ConfigError, NodeError, innermost
 
 app = typer.Typer(
     add_completion=True,
@@ -211,7 +211,7 @@ def _report(error: BaseException) -> int:
     if logging.getLogger().isEnabledFor(logging.DEBUG):
         traceback.print_exception(error)
     if cause is None:
-        error = _innermost(error)
+        error = innermost(error)
         message = f"unexpected {type(error).__name__}: {error}"
         hint = "run it again with --log-level debug and report what it prints"
     else:
@@ -235,13 +235,6 @@ def _let_go_of_output() -> None:
     """What standard output could not take is given up, so that the interpreter does not try again at its end."""
     with suppress(OSError, ValueError):  # a stream of a test has no file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _innermost(error: BaseException) -> BaseException:
-    """What a nursery's group says is only how many errors there are."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _node_error_in(error: BaseException) -> NodeError | None:

@@ -34,7 +34,7 @@ from node.version_check import Reported, ask_relays
 from node.words import count
 from p2p.discovery import P2PNode
 from protocol.constants import MAX_CLOCK_SKEW_S
-from protocol.errors import DataDirError, NodeError
+from protocol.errors import DataDirError, NodeError, innermost
 from protocol.identity import PeerId
 from protocol.records import EnvironmentSpec, Manifest
 from protocol.run import RunAddress
@@ -227,9 +227,8 @@ def _engine_fault(error: BaseException, config: NodeConfig) -> Finding:
 
 
 def _named(error: BaseException) -> NodeError:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error if isinstance(error, NodeError) else NodeError(f"{type(error).__name__}: {error}")
+    first = innermost(error)
+    return first if isinstance(first, NodeError) else NodeError(f"{type(first).__name__}: {first}")
 
 
 def print_findings(findings: Sequence[Finding]) -> None:

@@ -28,6 +28,10 @@ NodeError                     base: what failed, why probably, what to do next
     └── LedgerError           an entry that the ledger's rules refuse
 """
 
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
+
 
 class NodeError(Exception):
     """Base of every error a person may see. `hint` is the next step, a sentence or a command.
@@ -172,10 +176,20 @@ class LedgerError(ProtocolError):
         self.rule = rule
 
 
+def innermost(error: BaseException) -> BaseException:
+    """The first error in a nursery's group, which itself says only how many there are; an error alone as it is."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def first_of(group: BaseExceptionGroup[BaseException], kind: type[E]) -> E | None:
+    """The first error of a nursery's group; None unless all that went wrong is of this kind."""
+    found, rest = group.split(kind)
+    first = innermost(found) if found is not None and rest is None else None
+    return first if isinstance(first, kind) else None
+
+
 def named_error(group: BaseExceptionGroup[BaseException]) -> NodeError | None:
     """The first error of a nursery's group; None unless all that went wrong is errors of this tree."""
-    named, rest = group.split(NodeError)
-    first: BaseException | None = named if rest is None else None
-    while isinstance(first, BaseExceptionGroup):
-        first = first.exceptions[0]
-    return first if isinstance(first, NodeError) else None
+    return first_of(group, NodeError)

@@ -22,9 +22,9 @@ def check_faults(scenario: Scenario) -> None:
     """Refuse faults and draws that no seed makes possible. Raises ConfigError."""
     _check_each_fault(scenario)
     _check_each_draw(scenario)
-    _check_clocks(scenario)
-    _check_draws_end(scenario)
     fixed = plan_faults(msgspec.structs.replace(scenario, random=()), seed=0)
+    _check_clocks(scenario, fixed)
+    _check_draws_end(scenario)
     _check_order(scenario, fixed, "")
     _check_moments(scenario, fixed)
 
@@ -73,12 +73,11 @@ def _check_each_draw(scenario: Scenario) -> None:
             raise ConfigError(f"{where}: a range ends before it begins")
 
 
-def _check_clocks(scenario: Scenario) -> None:
+def _check_clocks(scenario: Scenario, fixed: tuple[Fault, ...]) -> None:
     """Refuse draws by steps of a node to which something else happens by seconds, or the other way round.
 
     Which of them comes first nobody knows; one queue would hold the other up, and nothing would strike when it says.
     """
-    fixed = plan_faults(msgspec.structs.replace(scenario, random=()), seed=0)
     clocks: dict[str, set[str]] = {}
     for fault in fixed:
         clocks.setdefault(fault.node, set()).add(clock_of(fault))

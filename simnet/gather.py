@@ -226,6 +226,11 @@ class Recording(Struct):
     """The first verdicts that did not accept; the trainer itself shows its newest verdicts only."""
 
     @property
+    def closed_ms(self) -> int:
+        """When the run was over; what nodes do after its outcome is known is no part of it."""
+        return self.over_ms or self.ended_ms or self.started_ms
+
+    @property
     def trainer(self) -> Details:
         """The trainer's own account; empty until it was read."""
         status = next((node.status for node in self.nodes if node.role == "trainer"), None)

@@ -148,7 +148,7 @@ def _held_by_all(one: CheckpointSeen, seen: Sequence[CheckpointSeen], recording:
     times = []
     for node in _holders(recording):
         at_ms = _held_ms(node, one, seen)
-        if at_ms is None and _was_there(node, one.published_ms, _end_ms(recording)):
+        if at_ms is None and _was_there(node, one.published_ms, recording.closed_ms):
             return None
         if at_ms is not None and _was_there(node, one.published_ms, at_ms):
             times.append(at_ms)
@@ -157,7 +157,7 @@ def _held_by_all(one: CheckpointSeen, seen: Sequence[CheckpointSeen], recording:
 
 def _was_missed(one: CheckpointSeen, seen: Sequence[CheckpointSeen], recording: Recording) -> bool:
     """Whether a node never held it, nor a newer one, though it was there until the end and had the time."""
-    end_ms = _end_ms(recording)
+    end_ms = recording.closed_ms
     return end_ms - one.published_ms >= 1000 * MISSED_AFTER_S and any(
         _held_ms(node, one, seen) is None and _was_there(node, one.published_ms, end_ms) for node in _holders(recording)
     )
@@ -173,11 +173,6 @@ def _holders(recording: Recording) -> Iterator[NodeRecord]:
 def _held_ms(node: NodeRecord, one: CheckpointSeen, seen: Sequence[CheckpointSeen]) -> int | None:
     later = (other.held.get(node.name) for other in seen if other.step >= one.step)
     return min((at_ms for at_ms in later if at_ms is not None), default=None)
-
-
-def _end_ms(recording: Recording) -> int:
-    """Of the run: what nodes do after its outcome is known is no part of it."""
-    return recording.over_ms or recording.ended_ms or recording.started_ms
 
 
 def _was_there(node: NodeRecord, from_ms: int, until_ms: int) -> bool:

@@ -128,8 +128,7 @@ def _trainer_wait_fraction(recording: Recording) -> float | None:
 
 
 def _wall_s(recording: Recording) -> float:
-    over_ms = recording.over_ms or recording.ended_ms or recording.started_ms
-    return round((over_ms - recording.started_ms) / 1000, 1)
+    return round((recording.closed_ms - recording.started_ms) / 1000, 1)
 
 
 def _tenths(reward: Sequence[float | None]) -> tuple[float | None, float | None]:

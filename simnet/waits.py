@@ -62,7 +62,7 @@ def spells(node: NodeRecord, end_ms: int) -> Iterator[tuple[int, int, str, str]]
 
 def waits_of(recording: Recording) -> list[Wait]:
     """Every role's waiting, longest first within a role, until the outcome was known."""
-    end_ms = recording.over_ms or recording.ended_ms or recording.started_ms
+    end_ms = recording.closed_ms
     seconds: dict[tuple[str, str, str], float] = {}
     nodes: dict[tuple[str, str, str], set[str]] = {}
     there: dict[str, float] = {}

@@ -9,14 +9,14 @@ import zlib
 from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from node.datadir import make_directory
 from node.ledger.log import LedgerLog
 from node.ledger.scratch import Scratch, ScratchMap, ScratchSet, ScratchTips
-from protocol.envelope import Signed
+from protocol.envelope import Record, Signed
 from protocol.identity import PeerId
 from protocol.ledger import LedgerState
 from protocol.ledger_memory import LedgerMemory, LedgerSubmission, SubmissionState
@@ -32,9 +32,11 @@ NODE_AT_ONCE: Final = 8
 REPLAY: Final = "replay"
 """The directory beside the ledger's; whoever deletes it loses nothing."""
 HOT_STEPS: Final = 64
-"""Batches in memory, each of which names many submissions, and trained steps."""
+"""Batches in memory, each of which names many submissions, and in audits trained steps."""
 FASTEST: Final = 1
 """Level of compression: the names of checks are in each verdict."""
+
+R = TypeVar("R", bound=Record)
 
 
 def audit_memory(
@@ -46,10 +48,7 @@ def audit_memory(
     """
     scratch = Scratch(directory, at_once=at_once)
     encode = partial(encode_submission, slim=True)
-    trained = ScratchMap[int, Trained](
-        scratch, "trained", msgspec.msgpack.encode, msgspec.msgpack.Decoder(Trained).decode, hot=HOT_STEPS
-    )
-    return scratch, _memory(scratch, encode, decode_submission, hot=hot, trained=trained)
+    return scratch, _memory(scratch, encode, decode_submission, hot=hot, trained=_by_step(scratch, "trained", Trained))
 
 
 def node_memory(directory: Path, *, hot: int = NODE_HOT, at_once: int = NODE_AT_ONCE) -> tuple[Scratch, LedgerMemory]:
@@ -98,13 +97,17 @@ def _memory(
     return LedgerMemory(
         submissions=ScratchMap[bytes, LedgerSubmission](scratch, "submissions", encode, decode, hot=hot),
         files=ScratchSet(scratch, "files"),
-        committed=ScratchMap[int, Batch](
-            scratch, "batches", msgspec.msgpack.encode, msgspec.msgpack.Decoder(Batch).decode, hot=HOT_STEPS
-        ),
+        committed=_by_step(scratch, "batches", Batch),
         trained=trained,
         tips=ScratchTips(scratch, "tips"),
         settle=scratch.settle,
     )
+
+
+def _by_step(scratch: Scratch, name: str, kind: type[R]) -> ScratchMap[int, R]:
+    """Records of training steps, of which the newest are in memory."""
+    decode = msgspec.msgpack.Decoder(kind).decode
+    return ScratchMap(scratch, name, msgspec.msgpack.encode, decode, hot=HOT_STEPS)
 
 
 def _pack(one: LedgerSubmission) -> bytes:

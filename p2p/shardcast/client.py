@@ -24,7 +24,7 @@ from p2p.shardcast.store import CheckpointStore
 from p2p.shardcast.transfer import OnProgress, Transfer, disk_error
 from protocol.checkpoint import CheckpointRules, Layout, open_checkpoint
 from protocol.envelope import Signed, open_envelope
-from protocol.errors import MalformedError, NodeError, ProtocolError, RelayError, StaleRecordError
+from protocol.errors import MalformedError, NodeError, ProtocolError, RelayError, StaleRecordError, first_of
 from protocol.identity import PeerId
 from protocol.records import CheckpointManifest, CheckpointPlan
 
@@ -140,7 +140,7 @@ class CheckpointClient:
             except OSError as error:
                 raise disk_error(error) from error
             except ExceptionGroup as group:  # out of a nursery of the transfer's or of a request's
-                if (refusal := _disk_refusal(group)) is None:
+                if (refusal := first_of(group, OSError)) is None:
                     raise
                 raise disk_error(refusal) from group
 
@@ -261,12 +261,3 @@ class CheckpointClient:
         if plan.record.step < oldest:
             raise StaleRecordError(f"a plan of step {plan.record.step}, when one from {oldest} on was asked for")
         return plan
-
-
-def _disk_refusal(group: ExceptionGroup[Exception]) -> OSError | None:
-    """What the disk said, if that is all that went wrong."""
-    refusals, others = group.split(OSError)
-    found: Exception | None = None if others is not None else refusals
-    while isinstance(found, ExceptionGroup):
-        found = found.exceptions[0]
-    return found if isinstance(found, OSError) else None

@@ -20,9 +20,9 @@ from protocol.errors import NodeError, ProtocolError
 from protocol.identity import PeerId
 from protocol.ledger import LedgerState, LedgerSubmission, open_entry
 from protocol.records import Batch, Eviction, Reinstatement, Trained
+from simnet.oracles.promises import MAX_PROBLEM_CHARS
 
 TrainersRecord = Batch | Trained | Eviction | Reinstatement
-MAX_PROBLEM_CHARS: Final = 300
 _NEVER: Final = 1 << 60
 
 

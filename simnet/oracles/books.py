@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,10 @@ class Books(Struct):
     passed_over: list[PassedOver] = []
     notes: list[str] = []
     """What could not be looked at beside it."""
+
+    def active(self, peers: Iterable[str]) -> set[str]:
+        """Those of some peers whom the ledger has not put out; also those of whom it knows nothing."""
+        return set(peers) - {one.peer_id for one in self.accounts if one.standing != "active"}
 
 
 def read_books(data_dirs: Mapping[str, Path], *, trainer: str) -> Books:

@@ -28,7 +28,7 @@ def steps_advance(evidence: Evidence) -> Judgement:
         cut_off = recording.outcome in ("interrupted", "failed")
         return Judgement(name, "could not tell" if cut_off else "failed", "No step was trained.", {"steps": 0})
     pauses, limit_ms = _pauses(evidence, [at for _, at in trained])
-    long = [one for one in pauses if unexplained_ms(evidence, *one.span, limit_ms=limit_ms) > limit_ms + one.spare_ms]
+    long = [one for one in pauses if _is_long(one, evidence, limit_ms)]
     longest_s = max((one.ms for one in pauses[1:]), default=0.0) / 1000
     share = _explained_percent(evidence, pauses, limit_ms)
     numbers = {
@@ -52,6 +52,12 @@ def steps_advance(evidence: Evidence) -> Judgement:
     explained = f" Faults would explain a pause in {share:.0f} % of the time." if share else ""
     finding = f"{len(trained)} steps; the longest pause was {longest_s:.1f} s.{explained}"
     return Judgement(name, "passed", finding, numbers)
+
+
+def _is_long(pause: _Pause, evidence: Evidence, limit_ms: float) -> bool:
+    """Beyond what faults explain of it; which is asked of few, as there is a pause for each step."""
+    most_ms = limit_ms + pause.spare_ms
+    return pause.ms > most_ms and unexplained_ms(evidence, *pause.span, limit_ms=limit_ms) > most_ms
 
 
 def _explained_percent(evidence: Evidence, pauses: Sequence[_Pause], limit_ms: float) -> float:
@@ -106,9 +112,8 @@ class _Pause:
 def _pauses(evidence: Evidence, trained_ms: list[int]) -> tuple[list[_Pause], float]:
     """The time before the first step, the pauses that follow, and what is long for one of those (ms)."""
     recording = evidence.recording
-    end_ms = recording.over_ms or recording.ended_ms or recording.started_ms
     own_ms = own_times_ms(recording, trained_ms)
-    later = [_Pause(*span) for span in pairwise([*own_ms, *([] if evidence.over else [end_ms])])]
+    later = [_Pause(*span) for span in pairwise([*own_ms, *([] if evidence.over else [recording.closed_ms])])]
     usual_s = median(one.ms for one in later) / 1000 if len(later) >= 3 else 0.0
     first = _Pause(_ready_ms(evidence), own_ms[0], 1000 * FIRST_STEP_S)
     return [first, *later], 1000 * max(MIN_PAUSE_S, PAUSE_FACTOR * usual_s)

@@ -16,8 +16,7 @@ from typing import Final
 from simnet.faults import undoes
 from simnet.gather import FaultMark, NodeRecord, Recording
 from simnet.oracles.judgement import Evidence
-from simnet.oracles.undisturbed import GONE
-from simnet.timeline import UNDO
+from simnet.oracles.undisturbed import GONE, undone_at_ms
 
 _NEVER: Final = 1 << 60
 _ANEW: Final = ("kill", "leave", "restart", "disk-full")
@@ -142,9 +141,8 @@ def _spells(recording: Recording) -> list[_Spell]:
 
 
 def _undone_ms(fault: FaultMark, later: Sequence[FaultMark]) -> int:
-    """When a node was what it had been: a process that is started anew is also one that is not stopped any more."""
-    ending = {UNDO.get(fault.action, "join"), *(("join", "restart") if fault.action == "stop" else ())}
-    return next((one.at_ms for one in later if one.node == fault.node and one.action in ending), _NEVER)
+    found = undone_at_ms(fault, later)
+    return _NEVER if found is None else found
 
 
 def _is_needed(spell: _Spell, spells: Sequence[_Spell], evidence: Evidence) -> bool:

@@ -73,11 +73,14 @@ def _what_went_wrong(evidence: Evidence, books: Books, *, stores_known: bool) ->
 
 
 def _numbers(accepted: Sequence[SubmissionSeen], books: Books) -> dict[str, Figure]:
+    trained = sum(step.trained_ms is not None for step in books.steps)
+    oldest = min(trained, books.total_steps - 1) - books.max_staleness
+    unused = [one for one in accepted if one.used_in is None]
     return {
         "accepted": len(accepted),
         "trained": len(set(chain.from_iterable(step.submissions for step in books.steps))),
-        "too old": sum(_too_old(one, books) for one in accepted),
-        "left over": sum(one.used_in is None and not _too_old(one, books) for one in accepted),
+        "too old": sum(one.checkpoint_step < oldest for one in unused),
+        "left over": sum(one.checkpoint_step >= oldest for one in unused),
         "promised": len(books.promises),
     }
 
@@ -85,14 +88,13 @@ def _numbers(accepted: Sequence[SubmissionSeen], books: Books) -> dict[str, Figu
 def _lost(evidence: Evidence, books: Books, *, stores_known: bool) -> list[Promise]:
     """What validators accepted, or relays dropped after a receipt, of an honest contributor's, and the ledger lacks."""
     known = {one.id for one in books.submissions}
-    standing = {account.peer_id: account.standing for account in books.accounts}
+    active = books.active(evidence.honest)
     return [
         promise
         for promise in books.promises
         if promise.id not in known
         and (promise.accepts >= books.quorum or (promise.dropped and stores_known))
-        and promise.contributor in evidence.honest
-        and standing.get(promise.contributor, "active") == "active"
+        and promise.contributor in active
         and (evidence.over or _had_time(evidence, books, promise))
     ]
 
@@ -103,7 +105,7 @@ def _had_time(evidence: Evidence, books: Books, promise: Promise) -> bool:
     The time in a receipt is a relay's. Where relays' clocks are put wrong it says nothing, and our own clock has to say
     that the submission's policy was too old for any batch since long.
     """
-    until_ms = _over_ms(evidence) - 1000 * ON_ITS_WAY_S
+    until_ms = evidence.recording.closed_ms - 1000 * ON_ITS_WAY_S
     if not _relays_clocks_wrong(evidence):
         return promise.received_ms < until_ms
     too_old_ms = passed_step_ms(evidence.recording, promise.checkpoint_step + books.max_staleness)
@@ -128,14 +130,5 @@ def _passed_over(found: Sequence[PassedOver]) -> list[str]:
     return list(dict.fromkeys(one.id for one in found))
 
 
-def _too_old(one: SubmissionSeen, books: Books) -> bool:
-    trained = sum(step.trained_ms is not None for step in books.steps)
-    return one.used_in is None and one.checkpoint_step < min(trained, books.total_steps - 1) - books.max_staleness
-
-
-def _over_ms(evidence: Evidence) -> int:
-    return evidence.recording.over_ms or evidence.recording.ended_ms or 0
-
-
 def _length_s(evidence: Evidence) -> float:
-    return (_over_ms(evidence) - evidence.recording.started_ms) / 1000
+    return (evidence.recording.closed_ms - evidence.recording.started_ms) / 1000

@@ -124,8 +124,7 @@ def _is_in(at_ms: int | None, span: Span) -> bool:
 def _unsettled(evidence: Evidence, books: Books) -> Sequence[Work]:
     """What the ledger has undecided, and what relays gave a receipt for and nobody judged."""
     known = {one.id for one in books.submissions}
-    standing = {account.peer_id: account.standing for account in books.accounts}
-    honest = {peer for peer in evidence.honest if standing.get(peer, "active") == "active"}
+    honest = books.active(evidence.honest)
     written = [
         Work(one.step, one.checkpoint_step, one.state)
         for one in books.submissions
@@ -141,7 +140,11 @@ def _unsettled(evidence: Evidence, books: Books) -> Sequence[Work]:
 def _is_old(one: Work, evidence: Evidence, books: Books) -> bool:
     newest = max((step.step for step in books.steps), default=0)
     since_ms = passed_step_ms(evidence.recording, one.checkpoint_step + books.max_staleness)
-    return newest - one.step >= OLD_STEPS and since_ms is not None and _over_ms(evidence) - since_ms >= 1000 * OLD_S
+    return (
+        newest - one.step >= OLD_STEPS
+        and since_ms is not None
+        and evidence.recording.closed_ms - since_ms >= 1000 * OLD_S
+    )
 
 
 def _validators_were_there(evidence: Evidence, books: Books, youngest: Work) -> bool:
@@ -152,7 +155,3 @@ def _validators_were_there(evidence: Evidence, books: Books, youngest: Work) -> 
         if node.role == "validator" and not node.cheat
     ]
     return sum(end_ms - begin_ms >= 1000 * MIN_JUDGED_S for begin_ms, end_ms in spans) >= books.quorum
-
-
-def _over_ms(evidence: Evidence) -> int:
-    return evidence.recording.over_ms or evidence.recording.ended_ms or 0

@@ -6,9 +6,10 @@ just come back, says nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
+from simnet.faults import undoes
 from simnet.gather import FaultMark, NodeRecord, Recording
 from simnet.timeline import UNDO
 
@@ -25,7 +26,7 @@ Span = tuple[int, int]
 
 def undisturbed(node: NodeRecord, recording: Recording) -> list[Span]:
     """From when until when, in wall-clock milliseconds, a node ran and no fault struck it or had just struck it."""
-    over_ms = recording.over_ms or recording.ended_ms or recording.started_ms
+    over_ms = recording.closed_ms
     spans = [(life.started_ms, min(life.ended_ms or over_ms, over_ms)) for life in node.lives]
     own = [fault for fault in recording.faults if fault.node == node.name]
     for begin_ms, end_ms in _ill(own, over_ms):
@@ -38,13 +39,13 @@ def shaken(recording: Recording, roles: Collection[str]) -> list[Span]:
 
     Validators' clocks are right at all other times.
     """
-    over_ms = recording.over_ms or recording.ended_ms or recording.started_ms
+    over_ms = recording.closed_ms
     found: list[Span] = []
     for node in recording.nodes:
         own = [fault for fault in recording.faults if fault.node == node.name] if node.role in roles else []
         for fault, (begin_ms, end_ms) in zip(own, _ill(own, over_ms), strict=True):
             passes = fault.action in GONE or (fault.action == "clock" and node.role == "relay")
-            if passes and not _undoes(fault):
+            if passes and not undoes(fault):
                 turned_ms, undone_ms = begin_ms + 1000 * TURNED_AWAY_S, end_ms - 1000 * RECOVERS_S
                 found += [(begin_ms, min(end_ms, round(turned_ms))), (round(undone_ms), end_ms)]
             else:
@@ -65,19 +66,15 @@ def passed_step_ms(recording: Recording, step: int) -> int | None:
 def _ill(own: list[FaultMark], over_ms: int) -> Iterator[Span]:
     """For each of a node's faults from when until when it was not itself."""
     for at, fault in enumerate(own):
-        undone = _undoes(fault)
-        end_ms = fault.at_ms if undone else _undone_ms(fault, own[at + 1 :], over_ms)
+        undone_ms = fault.at_ms if undoes(fault) else undone_at_ms(fault, own[at + 1 :])
+        end_ms = over_ms if undone_ms is None else undone_ms
         yield fault.at_ms, round(end_ms + 1000 * RECOVERS_S)
 
 
-def _undoes(fault: FaultMark) -> bool:
-    """Whether nothing is wrong with the node any more by what was done to it here; what else is has its own mark."""
-    return fault.action not in UNDO or (fault.action == "clock" and fault.seconds is None)
-
-
-def _undone_ms(fault: FaultMark, later: list[FaultMark], over_ms: int) -> int:
-    ending = {UNDO[fault.action], *(("join", "restart") if fault.action == "stop" else ())}
-    return next((one.at_ms for one in later if one.action in ending and _undoes(one)), over_ms)
+def undone_at_ms(fault: FaultMark, later: Iterable[FaultMark]) -> int | None:
+    """When a node was what it had been, if it was: a process that is started anew is not stopped any more either."""
+    ending = {UNDO.get(fault.action, "join"), *(("join", "restart") if fault.action == "stop" else ())}
+    return next((one.at_ms for one in later if one.node == fault.node and one.action in ending), None)
 
 
 def _without(span: Span, begin_ms: int, end_ms: int) -> Iterator[Span]:
