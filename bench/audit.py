@@ -1,5 +1,5 @@
 """Auditing a ledger: entries a second and peak memory at several lengths, and from them a million entries; and what one
-more entry adds to the memory of a node that follows it.
+more entry adds to the memory and the disk of a node that follows it.
 
 The ledger is made and signed here (bench.synthetic_ledger), written as nodes keep it, and audited in a process of its
 own. What one process takes is its CPU time, and so is `bare_cpu_s`, what PyNaCl alone takes for the signatures in it;
@@ -77,7 +77,8 @@ def bench(*, quick: bool) -> Result:
     if not quick:  # a straight line through short ledgers says nothing of long ones
         result.figures |= {
             "peak_bytes_an_entry": _slope_bytes(lengths, [one.peak_mib for one in alone]),
-            "node_peak_bytes_an_entry": _slope_bytes(lengths, following),
+            "node_peak_bytes_an_entry": _slope_bytes(lengths, [peak_mib for peak_mib, _ in following]),
+            "node_disk_bytes_an_entry": _slope_bytes(lengths, [disk_mib for _, disk_mib in following]),
             "million_minutes": _at_a_million(lengths, [one.seconds for one in together]) / 60,
             "million_cpu_minutes_in_one_process": _at_a_million(lengths, [one.cpu_s for one in alone]) / 60,
             "million_mib": _at_a_million(lengths, [one.peak_mib for one in together]),
@@ -124,8 +125,8 @@ def _in_a_process(work: Callable[..., T], *arguments: object) -> T:
         return pool.submit(work, *arguments).result()
 
 
-def _follow(directory: Path) -> float:
-    """The most memory, in MiB, that a node's mirror of a ledger takes while it grows to its length."""
+def _follow(directory: Path) -> tuple[float, float]:
+    """The most memory that a mirror of a ledger takes while it grows to its length, and its disk at last; MiB."""
     material = find_material(directory)
     with (
         tempfile.TemporaryDirectory(prefix="bench-follow-") as copy,
@@ -134,7 +135,8 @@ def _follow(directory: Path) -> float:
         for segment in read_segments(material.ledger):
             for start in range(0, len(segment.entries), FOLLOWED_AT_ONCE):
                 log.append(segment.entries[start : start + FOLLOWED_AT_ONCE])
-        return _peak_mib()
+        files = [path for path in Path(copy).rglob("*") if path.is_file()]
+        return _peak_mib(), sum(path.stat().st_size for path in files) / (1 << 20)
 
 
 def _audit(directory: Path, processes: int) -> tuple[float, float, float]:
@@ -183,9 +185,9 @@ def _at_a_million(lengths: Sequence[int], values: Sequence[float]) -> float:
     return float(start + slope * MILLION)
 
 
-def _slope_bytes(lengths: Sequence[int], peaks_mib: Sequence[float]) -> float:
-    """What one more entry adds to the peak, between the two longest ledgers: caches are full by then."""
-    (shorter, longer), (less, more) = lengths[-2:], peaks_mib[-2:]
+def _slope_bytes(lengths: Sequence[int], found_mib: Sequence[float]) -> float:
+    """What one more entry adds, between the two longest ledgers: caches are full by then."""
+    (shorter, longer), (less, more) = lengths[-2:], found_mib[-2:]
     return (more - less) * (1 << 20) / (longer - shorter)
 
 
