@@ -15,7 +15,7 @@ import trio
 
 from node.relay_client import FeedItem, RelayClient
 from protocol.atomic import write_atomically
-from protocol.errors import ProtocolError, RelayError
+from protocol.errors import DataDirError, ProtocolError, RelayError
 from protocol.identity import PeerId
 
 log = logging.getLogger(__name__)
@@ -66,11 +66,14 @@ class Feeds:
         return await self._receive.receive()
 
     def done(self, client: RelayClient, item: FeedItem) -> None:
-        """The item's consequences are durable: do not ask for it again after a restart."""
+        """The item's consequences are durable: do not ask for it again after a restart, if the disk can keep that."""
         key = str(client.peer_id)
         if self._path is not None and item.seq > self._cursors.get(key, 0):
             self._cursors[key] = item.seq
-            write_atomically(self._path, msgspec.json.encode(self._cursors), sync=False)
+            try:
+                write_atomically(self._path, msgspec.json.encode(self._cursors), sync=False)
+            except DataDirError as error:  # costs a second look at most
+                log.warning("feed relay=%s place not kept error=%r", client.peer_id.short, error.message)
 
     async def _follow(self, peer_id: PeerId) -> None:
         after = self._cursors.get(str(peer_id), 0)

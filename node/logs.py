@@ -10,17 +10,19 @@ import logging
 import re
 import sys
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Protocol
 
-from protocol.errors import DataDirError
+from protocol.errors import DataDirError, innermost
 
 _log = logging.getLogger(__name__)
 
 MAX_LINE_CHARS: Final = 2048
 LEVELS: Final = ("debug", "info", "warning", "error")
 _LIBRARIES: Final = ("libp2p", "multiaddr", "aiohttp", "asyncio", "async_service", "zeroconf", "urllib3")
+_FRAMES: Final = 12
 _PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{36}([1-9A-HJ-NP-Za-km-z]{8})")
 
 
@@ -33,7 +35,7 @@ class LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage()
         if record.exc_info and record.exc_info[1] is not None:
-            message += f" error={record.exc_info[1]!r}"
+            message += f" error={record.exc_info[1]!r} at={places(record.exc_info[1])}"
             if logging.getLogger().isEnabledFor(logging.DEBUG):
                 message += f" traceback={self.formatException(record.exc_info)}"
         if not getattr(record, "whole_peer_ids", False):
@@ -62,6 +64,7 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info and record.exc_info[1] is not None:
             line["error"] = repr(record.exc_info[1])
+            line["at"] = places(record.exc_info[1])
         return _bounded_json(line)
 
 
@@ -74,6 +77,17 @@ def _bounded_json(line: dict[str, str]) -> str:
 
 
 FORMATS: Final[Mapping[str, type[logging.Formatter]]] = {"text": LineFormatter, "json": JsonFormatter}
+
+
+def places(error: BaseException) -> str:
+    """Where an error was raised, for whoever reports it: `store.py:120(append) < mirror.py:61(_keep_up) < …`.
+
+    Of a group, where its first error was. The innermost frames come first.
+    """
+    frames = traceback.extract_tb(innermost(error).__traceback__)
+    return " < ".join(
+        f"{Path(frame.filename).name}:{frame.lineno}({frame.name})" for frame in frames[: -_FRAMES - 1 : -1]
+    )
 
 
 def shorten_peer_ids(text: str) -> str:

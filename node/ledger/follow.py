@@ -16,7 +16,7 @@ from node.ledger.log import LedgerLog
 from node.ledger.witness import ForkWitness
 from node.swarm import Swarm
 from protocol.envelope import Signed
-from protocol.errors import LedgerError, ProtocolError, RelayError
+from protocol.errors import DataDirError, LedgerError, ProtocolError, RelayError
 from protocol.ledger import LedgerState
 from protocol.records import Head
 
@@ -68,6 +68,9 @@ class LedgerFollower:
                     continue
                 log.warning("ledger relay=%s %s", client.name, error.message)
                 return True
+            except DataDirError as error:  # what is held stays as it is, and the disk may have room later
+                log.warning("ledger length=%d error=%r", self.state.length, error.message)
+                return False
             except (RelayError, ProtocolError) as error:
                 log.debug("ledger relay=%s length=%d error=%r", client.name, self.state.length, error.message)
                 continue

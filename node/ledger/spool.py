@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -28,6 +29,7 @@ class Spool:
         self.length = length
         self.tip = tip
         self._bytes = 0
+        self._directory = directory
         try:
             self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - closed on leaving the block
         except OSError as error:
@@ -39,7 +41,8 @@ class Spool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._file.close()
+        with suppress(OSError):  # what a full disk does not take, `add` has refused
+            self._file.close()
 
     def add(self, entries: Sequence[bytes]) -> None:
         """Take in what follows. Raises ProtocolError for what cannot be an entry, DataDirError for a full disk."""
@@ -52,8 +55,9 @@ class Spool:
         self.length += len(entries)
         try:
             self._file.write(block)
+            self._file.flush()
         except OSError as error:
-            raise _disk_error(Path(), error) from error
+            raise _disk_error(self._directory, error) from error
 
     def __iter__(self) -> Iterator[bytes]:
         self._file.seek(0)
@@ -64,5 +68,5 @@ class Spool:
 def _disk_error(directory: Path, error: OSError) -> DataDirError:
     return DataDirError(
         f"ledger entries cannot be kept until they are checked: {error.strerror}",
-        hint=f"free some space (df -h {directory}), then start the node again",
+        hint=f"free some space (df -h {directory}); a node that runs goes on by itself",
     )

@@ -225,8 +225,9 @@ class ValidatorRole:
             if case.crashes > CRASHES_FORGIVEN:
                 return undecided(f"internal: the validator's engine failed: {error.message[:500]}")
             return self._put_off(case, "the engine to recover")
-        except DataDirError:
-            raise
+        except DataDirError as error:  # the contributor has no part in it
+            log.warning("case step=%d error=%r", case.submission.record.step, error.message)
+            return self._put_off(case, "room on this validator's disk", coming=True)
         except Exception as error:
             # Whatever a submission does to this program, the program goes on and the contributor is told.
             log.exception("case step=%d failed", case.submission.record.step)

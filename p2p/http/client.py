@@ -16,8 +16,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from socket import gaierror
-from ssl import SSLError
 from types import TracebackType
 from typing import Any, BinaryIO, Final, TypeVar
 from urllib.parse import urlsplit
@@ -34,7 +32,7 @@ from p2p.http.stream import Download as Stream
 from p2p.http.stream import Refusal, Sink, SinkFailed, StreamPool, Wanted, WrongCertificate, WrongLength
 from p2p.http.tally import RequestTally
 from p2p.limits import DownloadBudget
-from protocol.errors import ChecksumError, NodeError, RefusedError, RelayError
+from protocol.errors import ChecksumError, DataDirError, NodeError, RefusedError, RelayError
 
 CHUNK_BYTES: Final = 1 << 18
 CONNECT_TIMEOUT_S: Final = 10.0
@@ -173,7 +171,10 @@ class HttpClient:
         headers: Mapping[str, str] | None = None,
         contact: Contact | None = None,
     ) -> None:
-        """GET a file of known size and hash; `path` appears only when both hold. Raises ChecksumError too."""
+        """GET a file of known size and hash; `path` appears only when both hold.
+
+        Raises ChecksumError too, and DataDirError where this computer's disk does not take it.
+        """
         part = path.with_name(path.name + ".part")
         try:
             with part.open("wb", buffering=0) as file:
@@ -190,6 +191,10 @@ class HttpClient:
                     raise ChecksumError(f"{_host(url)} sent {expected_bytes} bytes with another hash than was signed")
                 await trio.to_thread.run_sync(os.fsync, file.fileno())
             part.replace(path)
+        except OSError as error:
+            raise DataDirError(
+                f"cannot write {path}: {error.strerror or error}", hint=f"df -h {path.parent}"
+            ) from error
         finally:
             part.unlink(missing_ok=True)
 
@@ -471,7 +476,9 @@ def _errors_of_stream(wanted: Wanted) -> Iterator[None]:
         raise error.error from error
     except HTTPException as error:
         raise RelayError(f"{host} does not speak HTTP, or broke off: {type(error).__name__}") from error
-    except (SSLError, gaierror) as error:
+    except TimeoutError:
+        raise
+    except OSError as error:  # no route, no such name, no TLS, or a connection that broke off
         raise RelayError(f"{host} cannot be reached: {str(error)[:200]}") from error
 
 

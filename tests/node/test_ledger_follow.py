@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -14,6 +15,7 @@ import trio
 from factories import OPERATOR, make_submission, make_verdict
 from relay_world import MANIFEST, Relay, loopback, make_head, serving
 
+from node.feeds import Feeds
 from node.ledger import fetch, pull
 from node.ledger.follow import LedgerFollower
 from node.ledger.inspect import audit_material
@@ -27,7 +29,7 @@ from protocol.errors import ProtocolError, RelayError
 from protocol.forks import open_proof
 from protocol.identity import Identity
 from protocol.ledger import LedgerState, next_tip, open_entry
-from protocol.records import Head
+from protocol.records import Head, Verdict
 
 BOARD = StatusBoard(role="watch", peer_id="test", run="test")
 ALICE, BOB, CAROL = (Identity.from_phrase(name) for name in ("alice", "bob", "carol"))
@@ -121,6 +123,51 @@ async def test_copy_keeps_up_with_the_head(tmp_path: Path) -> None:
             await until_length(follower, 6)
             assert follower.state.contributors[ALICE.peer_id].accepted == 3
     assert open_log(tmp_path / "copy").state.length == 6
+
+
+async def test_a_full_disk_ends_no_follower(tmp_path: Path, caplog: Any) -> None:
+    """Entries wait on disk until they are checked; where there is no room for them, there may be some later."""
+    entries, limits = entries_of(ALICE), resource.getrlimit(resource.RLIMIT_FSIZE)
+    with trio.fail_after(20):
+        async with following(tmp_path, entries) as (swarm, follower):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+            try:
+                swarm.set_head(head_over(entries, 2))
+                while "cannot be kept until they are checked" not in caplog.text:  # noqa: ASYNC110
+                    await trio.sleep(0.01)
+                assert follower.state.length == 0
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            await until_length(follower, 6)
+
+
+async def test_a_feeds_place_that_cannot_be_kept_is_asked_again_after_a_restart(tmp_path: Path, caplog: Any) -> None:
+    path, limits = tmp_path / "feeds.json", resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    async def first(*, keep: bool) -> int:
+        """What a node that starts now is told first; `keep` says whether its disk takes that it was."""
+        async with trio.open_nursery() as nursery:
+            feeds = Feeds(lambda: [relay.client(http)], kinds=[Verdict.KIND], cursors_path=path)
+            await nursery.start(feeds.run)
+            client, item = await feeds.next()
+            try:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limits[1] if keep else 0, limits[1]))
+                feeds.done(client, item)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            nursery.cancel_scope.cancel()
+        return item.seq
+
+    with trio.fail_after(20):
+        async with loopback() as (aio, http), trio.open_nursery() as nursery:
+            relay = Relay(BOB, tmp_path / "relay", aio)
+            relay.meet_trainer()
+            await nursery.start(serve, aio, relay)
+            for index in range(2):
+                relay.store.add_verdict(make_verdict(make_submission(ALICE, MANIFEST.id, index=index)))
+            assert [await first(keep=False), await first(keep=True), await first(keep=True)] == [1, 1, 2]
+            assert caplog.text.count("place not kept") == 1
+            nursery.cancel_scope.cancel()
 
 
 async def test_false_entries_are_not_taken_and_another_relay_is_asked(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import re
 from contextlib import closing
 from functools import partial
 
@@ -127,6 +128,22 @@ def test_a_json_line_is_one_object(json_lines):
         "message": f'relay={alice.short} name="a\n{{forged}}\x1b[2J"',
     }
     assert (second["message"], second["error"]) == ("failed", "ValueError('boom')")
+    assert second["at"].startswith("test_logs.py:")
+
+
+def test_an_error_says_where_it_was_raised_also_out_of_a_group(lines):
+    def inner():
+        raise OSError(28, "No space left on device")
+
+    stream = lines("info")
+    try:
+        try:
+            inner()
+        except OSError as error:
+            raise ExceptionGroup("of a nursery", [ExceptionGroup("of another", [error])]) from None
+    except ExceptionGroup:
+        logging.getLogger("node").exception("failed")
+    assert re.search(r" at=test_logs\.py:\d+\(inner\) < test_logs\.py:\d+\(test_an_error", stream.getvalue())
 
 
 @pytest.mark.parametrize("char", ["y", "\x00", "é", "😀"])

@@ -14,10 +14,11 @@ from validator_world import World, accepting, publish, world
 
 from node.feeds import Feeds
 from node.inference.outbox import Outbox
+from node.relay_client import RelayClient
 from node.validator import draws, role
 from protocol.draw import beacon_of, check_rate, is_drawn, is_first_after
 from protocol.envelope import Signed, open_envelope
-from protocol.errors import RefusedError
+from protocol.errors import DataDirError, RefusedError
 from protocol.identity import Identity
 from protocol.ledger import LedgerState, open_entry
 from protocol.records import Head, Receipt, Submission, Verdict
@@ -187,6 +188,23 @@ async def test_any_file_gets_a_verdict_and_the_contributor_learns_the_reason(tmp
             nursery.cancel_scope.cancel()
     assert outbox.reasons() == {"schema": 1}
     assert item.signed.record.reason.startswith("schema: ")
+
+
+async def test_a_full_disk_of_the_validators_costs_the_contributor_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch, refusals = RelayClient.file, iter([True, True])
+
+    async def no_room(client: RelayClient, submission: Signed[Submission], path: Path) -> None:
+        if next(refusals, False):
+            raise DataDirError(f"cannot write {path}: No space left on device")
+        await fetch(client, submission, path)
+
+    monkeypatch.setattr(RelayClient, "file", no_room)
+    with trio.fail_after(20):
+        async with world(tmp_path) as made:
+            assert (await made.verdict(await made.submit(ALICE, 0))).outcome == "accept"
+    assert next(refusals, False) is False
 
 
 async def test_crash_is_forgiven_once_and_then_undecided(tmp_path: Path) -> None:

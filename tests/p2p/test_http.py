@@ -1,8 +1,10 @@
 """The HTTP border: what comes back, what is refused, and what a hostile peer cannot do to the rest."""
 
 import asyncio
+import errno
 import hashlib
 import os
+import resource
 import socket
 import threading
 from contextlib import asynccontextmanager, suppress
@@ -26,8 +28,9 @@ from p2p.http import (
     read_body,
     send_ranges,
 )
+from p2p.http.stream import Download
 from p2p.limits import DownloadBudget
-from protocol.errors import ChecksumError, MalformedError, PortError, RefusedError, RelayError
+from protocol.errors import ChecksumError, DataDirError, MalformedError, PortError, RefusedError, RelayError
 from protocol.identity import Identity
 
 
@@ -235,6 +238,45 @@ async def test_a_refused_connection_is_told_in_words():
             with pytest.raises(RelayError) as caught:
                 await http.get("https://127.0.0.1:1/", contact=contact, timeout_s=5)
     assert caught.value.message == "127.0.0.1:1 cannot be reached, or broke off: Connection refused"
+
+
+async def test_a_file_for_which_the_disk_has_no_room_is_this_nodes_fault(tmp_path):
+    content, limits = bytes(100_000), resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    async def give(request):
+        return web.Response(body=content)
+
+    with trio.fail_after(10):
+        async with serving([web.get("/", give)]) as (http, url, _):
+            fetch = partial(
+                http.get_to_file,
+                url,
+                tmp_path / "file",
+                expected_bytes=len(content),
+                expected_sha256=hashlib.sha256(content).digest(),
+            )
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+            try:
+                with pytest.raises(DataDirError, match="cannot write"):
+                    await fetch()
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            assert list(tmp_path.iterdir()) == []
+            await fetch()
+            assert (tmp_path / "file").read_bytes() == content
+
+
+async def test_a_network_without_a_route_is_a_relay_error(tmp_path, monkeypatch):
+    def unreachable(*_):
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    with trio.fail_after(10):
+        async with AioThread() as aio, HttpClient(aio) as http:
+            monkeypatch.setattr(Download, "run", unreachable)
+            with pytest.raises(RelayError, match="Network is unreachable"):
+                await http.get_to_file(
+                    "http://192.0.2.1:1/", tmp_path / "file", expected_bytes=1, expected_sha256=bytes(32)
+                )
 
 
 async def test_cancelling_a_request_frees_its_connection():
