@@ -23,10 +23,15 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o644, sync: bool =
             sync_directory(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise DataDirError(
-            f"cannot write {path}: {error.strerror}",
-            hint=f"check free space and permissions (`df -h {path.parent}`, `ls -ld {path.parent}`)",
-        ) from error
+        raise write_refused(path, error) from error
+
+
+def write_refused(path: Path, error: OSError) -> DataDirError:
+    """What a person should read when this computer's disk does not take a file."""
+    return DataDirError(
+        f"cannot write {path}: {error.strerror or error}",
+        hint=f"check free space and permissions (`df -h {path.parent}`, `ls -ld {path.parent}`)",
+    )
 
 
 def sync_directory(path: Path) -> None:

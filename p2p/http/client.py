@@ -32,7 +32,8 @@ from p2p.http.stream import Download as Stream
 from p2p.http.stream import Refusal, Sink, SinkFailed, StreamPool, Wanted, WrongCertificate, WrongLength
 from p2p.http.tally import RequestTally
 from p2p.limits import DownloadBudget
-from protocol.errors import ChecksumError, DataDirError, NodeError, RefusedError, RelayError
+from protocol.atomic import write_refused
+from protocol.errors import ChecksumError, NodeError, RefusedError, RelayError
 
 CHUNK_BYTES: Final = 1 << 18
 CONNECT_TIMEOUT_S: Final = 10.0
@@ -192,9 +193,7 @@ class HttpClient:
                 await trio.to_thread.run_sync(os.fsync, file.fileno())
             part.replace(path)
         except OSError as error:
-            raise DataDirError(
-                f"cannot write {path}: {error.strerror or error}", hint=f"df -h {path.parent}"
-            ) from error
+            raise write_refused(path, error) from error
         finally:
             part.unlink(missing_ok=True)
 
