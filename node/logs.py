@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -187,6 +188,8 @@ class BoundedLog:
         self._file.close()
 
     def _rotate(self) -> None:
-        self._file.close()
-        self.path.replace(self.path.with_name(self.path.name + ".1"))
-        self._file = self.path.open("ab", buffering=0)
+        """The full file stays open until there is a new one, so that a failure on the way loses text and no more."""
+        with suppress(FileNotFoundError):  # somebody deleted it, or it has its new name and the open below failed
+            self.path.replace(self.path.with_name(self.path.name + ".1"))
+        full, self._file = self._file, self.path.open("ab", buffering=0)
+        full.close()

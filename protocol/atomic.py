@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from protocol.errors import DataDirError
@@ -22,7 +23,8 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o644, sync: bool =
         if sync:
             sync_directory(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a disk that has become read-only refuses this as well
+            temporary.unlink(missing_ok=True)
         raise write_refused(path, error) from error
 
 

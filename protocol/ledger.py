@@ -172,6 +172,7 @@ class LedgerState:
     def take(self, entry: Signed[Any]) -> None:
         """The same with an entry that was opened. Raises ProtocolError."""
         self._require_run(entry)
+        self._settle_memory()  # it may raise, so before anything is changed
         RULES[type(entry.record)](self, entry)
         self.pass_over(entry.id)
 
@@ -184,7 +185,6 @@ class LedgerState:
         self.tip = next_tip(self.tip, entry_id)
         self._tips.add(self.tip)
         self.length += 1  # after the tip: other threads look up those below it
-        self._settle_memory()
 
     def tip_at(self, length: int) -> bytes | None:
         """The tip after the first `length` entries; None when there are fewer."""

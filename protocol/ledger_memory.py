@@ -42,7 +42,7 @@ class LedgerSubmission:
 
     def decided(self) -> set[PeerId]:
         """Validators that accept or reject it: these have no more to say."""
-        return {peer for peer, one in self.verdicts.items() if one.record.outcome != "undecided"}
+        return {peer for peer, one in list(self.verdicts.items()) if one.record.outcome != "undecided"}
 
     def was_judged_by(self, peer: PeerId, verdict: Verdict) -> bool:
         """Whether this validator has decided before, or said before that it cannot tell, and no more does now."""
@@ -114,7 +114,7 @@ class LedgerMemory:
     trained: MutableMapping[int, Trained] = field(default_factory=dict)
     tips: Tips = field(default_factory=TipsInMemory)
     settle: Callable[[], None] = _nothing
-    """Called between two entries, when nothing is being changed."""
+    """Called before each entry, when nothing is being changed."""
 
 
 class BatchSubmissions(Mapping[int, tuple[bytes, ...]]):

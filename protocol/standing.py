@@ -43,44 +43,68 @@ class History:
 
 
 @dataclass
-class Steps:
-    """What was handed in, by rising step: the index that comes next, and the first and the latest policy; 32 bytes."""
+class _StepRows:
+    """Four columns, of which `steps` is the shortest while a row is being added at the end."""
 
     steps: array[int] = field(default_factory=_numbers)
     next_indices: array[int] = field(default_factory=_numbers)
     first_policies: array[int] = field(default_factory=_numbers)
     latest_policies: array[int] = field(default_factory=_numbers)
 
-    def next_index(self, step: int) -> int:
+    def find(self, step: int) -> int | None:
         place = bisect_left(self.steps, step)
-        return self.next_indices[place] if self._is_at(place, step) else 0
+        return place if place < len(self.steps) and self.steps[place] == step else None
+
+    def insert(self, place: int, step: int, policy: int) -> None:
+        self.next_indices.insert(place, 1)
+        self.first_policies.insert(place, policy)
+        self.latest_policies.insert(place, policy)
+        self.steps.insert(place, step)
+
+    def copy(self) -> _StepRows:
+        return _StepRows(self.steps[:], self.next_indices[:], self.first_policies[:], self.latest_policies[:])
+
+
+@dataclass
+class Steps:
+    """What was handed in, by rising step: the index that comes next, and the first and the latest policy; 32 bytes.
+
+    One thread adds; others may read meanwhile, each from the rows as they were at some moment.
+    """
+
+    _rows: _StepRows = field(default_factory=_StepRows)
+
+    def next_index(self, step: int) -> int:
+        rows = self._rows
+        place = rows.find(step)
+        return 0 if place is None else rows.next_indices[place]
 
     def add(self, record: Submission) -> None:
         """One more submission, of the index that came next."""
-        place = bisect_left(self.steps, record.step)
-        if self._is_at(place, record.step):
-            self.next_indices[place] += 1
-            self.latest_policies[place] = record.checkpoint_step
+        rows = self._rows
+        place = rows.find(record.step)
+        if place is not None:
+            rows.latest_policies[place] = record.checkpoint_step
+            rows.next_indices[place] += 1
             return
-        self.steps.insert(place, record.step)
-        self.next_indices.insert(place, 1)
-        self.first_policies.insert(place, record.checkpoint_step)
-        self.latest_policies.insert(place, record.checkpoint_step)
+        place = bisect_left(rows.steps, record.step)
+        if place < len(rows.steps):
+            rows = rows.copy()  # what moves would be another step's to whoever reads now; that is rare
+        rows.insert(place, record.step, record.checkpoint_step)
+        self._rows = rows
 
     def policy_fault(self, record: Submission) -> str:
         """Why this policy cannot come next at its step; empty if it can."""
-        place = bisect_right(self.steps, record.step)
-        if place and record.checkpoint_step < (latest := self.latest_policies[place - 1]):
+        rows = self._rows
+        place = bisect_right(rows.steps, record.step)
+        if place and record.checkpoint_step < (latest := rows.latest_policies[place - 1]):
             return (
                 f"checkpoint {record.checkpoint_step} after checkpoint {latest}, which it used at step "
-                f"{self.steps[place - 1]}"
+                f"{rows.steps[place - 1]}"
             )
-        if place < len(self.steps) and record.checkpoint_step > (following := self.first_policies[place]):
-            return f"checkpoint {record.checkpoint_step} before {following}, which it used at step {self.steps[place]}"
+        if place < len(rows.steps) and record.checkpoint_step > (following := rows.first_policies[place]):
+            return f"checkpoint {record.checkpoint_step} before {following}, which it used at step {rows.steps[place]}"
         return ""
-
-    def _is_at(self, place: int, step: int) -> bool:
-        return place < len(self.steps) and self.steps[place] == step
 
 
 @dataclass

@@ -283,14 +283,16 @@ def parse_recipe(data: bytes, *, origin: str = "recipe") -> Recipe:
         raise ConfigError(f"{origin}: larger than {MAX_RECIPE_BYTES} bytes; this is not a recipe")
     try:
         table = tomllib.loads(data.decode("utf-8"))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also of a number with more digits than Python reads
         raise ConfigError(f"{origin}: not valid TOML: {error}") from error
-    _refuse_unknown_keys(table, Recipe, origin=origin)
-    _refuse_not_finite(table, origin=origin)
     try:
+        _refuse_unknown_keys(table, Recipe, origin=origin)
+        _refuse_not_finite(table, origin=origin)
         recipe = msgspec.convert(table, Recipe)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{origin}: {_plain(error)}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{origin}: tables lie too deep within one another") from error
     _check_sums(recipe, origin)
     _check_guesses(recipe, table, origin)
     return recipe

@@ -1,7 +1,8 @@
 """Messages between a node's network process and its compute process: a length and one msgpack value.
 
 Requests are `[id, method, params]`. Replies are `[id, "progress", value]`, then one of `[id, "result", value]` and
-`[id, "error", text, hint]`. The first reply of a fresh child is `[0, "ready", pid]`.
+`[id, "error", text, hint, kind]`, where `kind` is the name of the NodeError that was raised, or empty. The first reply
+of a fresh child is `[0, "ready", pid]`.
 """
 
 from __future__ import annotations

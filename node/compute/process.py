@@ -22,7 +22,7 @@ import trio
 from node.compute.framing import HEADER, decode_body, encode_frame, frame_length
 from node.compute.serve import CHANNEL_VARIABLE, EXIT_OUT_OF_MEMORY
 from node.logs import BoundedLog
-from protocol.errors import ComputeCrashed, ComputeError
+from protocol.errors import ComputeCrashed, ComputeError, DataDirError
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +36,14 @@ LAST_DELAY_S: Final = 30.0
 EXIT_GRACE_S: Final = 5.0
 _TAIL_BYTES = 2000
 _LAST_READS = 16  # of 64 KiB: as much as a pipe holds
+
+
+class ChildDiskError(ComputeError):
+    """Raised when a call failed by this computer's disk, as the child says: a DataDirError there."""
+
+
+class NoChildError(ComputeCrashed):
+    """Raised when there is no child to call, because the latest one could not be started or never came up."""
 
 
 class ComputeProcess:
@@ -110,7 +118,7 @@ class ComputeProcess:
 
         The deadline runs from when the call's turn comes. When it passes, or when the call is cancelled, the child is
         killed and replaced, because nothing else stops a computation. Raises ComputeError with what the child
-        reported, ComputeCrashed when it died.
+        reported, ComputeCrashed when it died; ChildDiskError and NoChildError of these are this computer's own fault.
         """
         async with self._turn:
             with trio.move_on_after(timeout_s):
@@ -140,7 +148,8 @@ class ComputeProcess:
                 self._child = None
                 child.kill()
         if reply[1] == "error":
-            raise ComputeError(reply[2], hint=reply[3])
+            kind = ChildDiskError if reply[4] == DataDirError.__name__ else ComputeError
+            raise kind(reply[2], hint=reply[3])
         return reply[2]
 
     async def _running_child(self) -> _Child:
@@ -148,7 +157,7 @@ class ComputeProcess:
             await self._news.wait()
             if self._child is None:
                 self.crash_exit = None
-                raise ComputeCrashed(self._start_failure, hint=f"look into {self.log_path}")
+                raise NoChildError(self._start_failure, hint=f"look into {self.log_path}")
         return self._child
 
     async def _crash(self, child: _Child, method: str) -> ComputeCrashed:

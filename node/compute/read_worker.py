@@ -5,13 +5,14 @@ It runs under a limit on its address space (node.compute.reader sets it) and hol
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from node.compute.serve import serve
-from protocol.errors import ProtocolError
+from protocol.errors import DataDirError, ProtocolError
 from protocol.rollouts import read_rollouts
 
 
@@ -21,7 +22,16 @@ def read(path: str, limits: dict[str, Any]) -> dict[str, Any]:
         rollouts = read_rollouts(Path(path), **limits)
     except ProtocolError as error:
         return {"malformed": error.message}
+    except DataDirError as error:
+        if not _sought_nowhere(error):
+            raise
+        return {"malformed": "it points to a place that no file has"}
     return {"rollouts": msgspec.to_builtins(rollouts, builtin_types=(bytes,))}
+
+
+def _sought_nowhere(error: DataDirError) -> bool:
+    """Whether the system refused a place in the file, which the file's own content names; disks fail otherwise."""
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.EINVAL, errno.EOVERFLOW)
 
 
 def main() -> None:

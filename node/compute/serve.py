@@ -95,7 +95,8 @@ def _answer(
             params = {**params, "progress": progress}
         return encode_frame([call_id, "result", handler(**params)])
     except NodeError as error:
-        return _error(call_id, f"{type(error).__name__}: {error.message}", hint=error.hint)
+        kind = type(error).__name__
+        return _error(call_id, f"{kind}: {error.message}", hint=error.hint, kind=kind)
     except MemoryError:
         _die_of_memory()
     except Exception as error:
@@ -106,8 +107,8 @@ def _answer(
         return _error(call_id, f"{type(error).__name__}: {error}")
 
 
-def _error(call_id: int, text: str, *, hint: str = "") -> bytes:
-    return encode_frame([call_id, "error", text[:_MAX_ERROR_CHARS], hint[:_MAX_ERROR_CHARS]])
+def _error(call_id: int, text: str, *, hint: str = "", kind: str = "") -> bytes:
+    return encode_frame([call_id, "error", text[:_MAX_ERROR_CHARS], hint[:_MAX_ERROR_CHARS], kind])
 
 
 def _send(replies: BinaryIO, frame: bytes) -> None:

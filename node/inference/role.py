@@ -46,11 +46,13 @@ LEAVING_TRIES = 3
 """Each goes to relays that have not failed just before, as far as there are any."""
 LAST_VERDICTS_S = 3.0
 FILES_KEPT_STEPS = 8
-RETRY_CODES = frozenset(
-    {"no-manifest", "no-head", "future-step", "disk-full", "node-quota", "step-quota", "busy", "timeout", "bad-clock"}
-    | {"not-yet", "not-allowed", "too-many-requests", "unauthorized", "stale-challenge", "not-admitted", "evicted"}
+FINAL_CODES = frozenset(
+    {"finished", "stale-step", "over-cap", "over-tokens", "too-large", "duplicate-index", "not-yours", "bad-hash"}
+    | {"malformed", "bad-signature", "wrong-author", "wrong-run", "wrong-version"}
 )
-"""Refusals that another relay, or the same one later, may not repeat."""
+"""Refusals that every relay would repeat for the same submission: they are about its record and file, and the run. All
+others may pass, here or elsewhere (a full disk, a busy relay, its own fault, a code that this program does not know),
+for as long as the run takes the submission's policy."""
 
 
 class SelfTestFailed(NodeError):
@@ -182,7 +184,7 @@ class InferenceRole:
         if not head.collecting:
             return f"step {head.step + 1}: enough rollouts for step {head.step} are on their way"
         if self._p.outbox.has_refused(head.step):
-            return f"step {head.step + 1}: a relay refused a submission of step {head.step}, and none may follow it"
+            return f"step {head.step + 1}: one of step {head.step} was refused or is lost, and none may follow it"
         if self._p.outbox.next_index(head.step) >= self._manifest.record.rollout.max_submissions_per_step:
             return f"step {head.step + 1}: this node's share of step {head.step} is done"
         newest = self._p.outbox.newest()
@@ -334,21 +336,40 @@ class InferenceRole:
             log.warning("send relay=%s step=%d error=%r", client.peer_id.short, outgoing.step, error.message)
             self._p.swarm.failed(client.peer_id)
             return False
+        except FileNotFoundError:
+            return self._lost(outgoing)
+        except OSError as error:
+            log.error("send step=%d file=%s error=%r; `ls -l` it", outgoing.step, outgoing.path, str(error))
+            return self._is_stale(outgoing) and self._given_up(outgoing, f"lost: its file could not be read: {error}")
         self._p.outbox.received(outgoing.id, client.peer_id, receipt)
         self._sent_at[outgoing.id] = time.monotonic()
         self._news()
         return True
 
     def _refused(self, outgoing: Outgoing, error: RefusedError) -> bool:
-        if error.code in RETRY_CODES:
+        if error.code not in FINAL_CODES and not self._is_stale(outgoing):
             return False
         log.warning(
             "refused step=%d index=%d code=%s reason=%r", *(outgoing.step, outgoing.index), error.code, error.message
         )
-        if self._p.outbox.refused(outgoing.id, f"{error.code}: {error.message}"):
+        return self._given_up(outgoing, f"{error.code}: {error.message}")
+
+    def _lost(self, outgoing: Outgoing) -> bool:
+        """Its file was deleted, by somebody who needed room or since a verdict came. What a relay has is not lost."""
+        log.warning("file gone step=%d index=%d file=%s", outgoing.step, outgoing.index, outgoing.path)
+        return self._given_up(outgoing, "lost: its file was deleted before a relay had it; delete only old files")
+
+    def _given_up(self, outgoing: Outgoing, reason: str) -> bool:
+        if self._p.outbox.refused(outgoing.id, reason):
             self._sent_at.pop(outgoing.id, None)
             self._news()
         return True
+
+    def _is_stale(self, outgoing: Outgoing) -> bool:
+        """Whether no relay takes it any more, whatever it says: its policy is out of the run's window."""
+        head = self._p.swarm.head
+        record = open_envelope(outgoing.envelope, Submission).record
+        return head is not None and record.checkpoint_step < head.record.oldest_checkpoint_step
 
     async def _resend_unjudged(self) -> None:
         """Offer what nobody judges to another relay: the first one may be gone with it."""

@@ -35,6 +35,7 @@ class LedgerFollower:
         self._swarm = swarm
         self._keeper = LedgerKeeper(ledger, witness)
         self._changed = trio.Event()
+        self._announced = ledger.state.length
 
     @property
     def state(self) -> LedgerState:
@@ -46,7 +47,9 @@ class LedgerFollower:
         sequence, retry_s = 0, RETRY_S
         while True:
             head = await self._swarm.wait_head(sequence)
-            if await self._catch_up(head):
+            is_done = await self._catch_up(head)
+            self._announce()
+            if is_done:
                 sequence, retry_s = head.record.sequence, RETRY_S
             else:
                 await trio.sleep(retry_s)
@@ -58,7 +61,6 @@ class LedgerFollower:
 
     async def _catch_up(self, head: Signed[Head]) -> bool:
         """Whether there is nothing more to do about this head."""
-        length = self.state.length
         for client in self._swarm.clients:
             try:
                 await self._keeper.catch_up(client, head)
@@ -74,8 +76,12 @@ class LedgerFollower:
             except (RelayError, ProtocolError) as error:
                 log.debug("ledger relay=%s length=%d error=%r", client.name, self.state.length, error.message)
                 continue
-            if self.state.length > length:
-                self._changed.set()
-                self._changed = trio.Event()
             return True
         return False
+
+    def _announce(self) -> None:
+        """Wake who waits for entries, also for those that the disk has still to take."""
+        if self.state.length > self._announced:
+            self._announced = self.state.length
+            self._changed.set()
+            self._changed = trio.Event()

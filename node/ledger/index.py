@@ -75,13 +75,9 @@ class LedgerIndex:
         self._path = path
         self._lock = threading.Lock()
         try:
-            self._db = self._opened()
-        except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError):
-                raise DataDirError(f"cannot open the ledger's index {path}: {error}", hint="df -h; ls -l") from error
-            log.warning("ledger index=%s unusable, made again: %s", path, error)
-            self._remove()
-            self._db = self._opened()
+            self._db = self._opened_or_made_again()
+        except (OSError, sqlite3.Error) as error:
+            raise DataDirError(f"cannot open the ledger's index {path}: {error}", hint="df -h; ls -l") from error
 
     def close(self) -> None:
         self._db.close()
@@ -139,6 +135,16 @@ class LedgerIndex:
     def _rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         with self._lock, self._errors():
             return self._db.execute(query, values).fetchall()
+
+    def _opened_or_made_again(self) -> sqlite3.Connection:
+        try:
+            return self._opened()
+        except sqlite3.OperationalError:
+            raise
+        except sqlite3.DatabaseError as error:
+            log.warning("ledger index=%s unusable, made again: %s", self._path, error)
+            self._remove()
+            return self._opened()
 
     def _opened(self) -> sqlite3.Connection:
         db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)

@@ -42,8 +42,10 @@ class LedgerKeeper:
         """Be as long as a head says.
 
         Raises LedgerError `fork` where the head contradicts what is here, RelayError or ProtocolError where the source
-        does not have it or lies, DataDirError when the disk fails. The copy is then as it was.
+        does not have it or lies, DataDirError when the disk fails: the next call writes what it refused. The copy is
+        otherwise as it was.
         """
+        await trio.to_thread.run_sync(self.ledger.flush)
         if self.ledger.state.length < head.record.ledger_length:
             await self._fetch(source, head)
         if self.ledger.state.tip_at(head.record.ledger_length) != head.record.ledger_tip:

@@ -44,7 +44,8 @@ def require_signatures(entries: Iterable[bytes], *, first: int = 0) -> None:
 class LedgerLog:
     """Entries of one run, durable once `append` returns. `state` is their replay.
 
-    One thread appends; any may read.
+    Where the disk refuses some, `state` is ahead of it until `flush`, or the next `append`, has written them: nobody is
+    given those entries before. One thread appends; any may read.
     """
 
     def __init__(
@@ -66,11 +67,20 @@ class LedgerLog:
         self._path = path
         self._segment_bytes = segment_bytes
         self._unwritten: list[Signed[Any]] = []
+        self._unindexed: list[Row] = []
+        self._written = 0
+        """Entries in segments."""
         settle_layout(path, start=state.run_id, segment_bytes=segment_bytes)
         self._index = LedgerIndex(path / INDEX)
         self._writer = SegmentWriter(path, start=state.run_id, segment_bytes=segment_bytes)
         try:
             self._open(mends)
+        except OSError as error:
+            self.close()
+            raise DataDirError(
+                f"cannot open the ledger {path}: {error.strerror or error}",
+                hint=f"check free space and permissions (df -h {path}, ls -l {path}), then start the node again",
+            ) from error
         except BaseException:
             self.close()
             raise
@@ -86,24 +96,50 @@ class LedgerLog:
             self._scratch.close()
 
     def append(self, entries: Sequence[bytes]) -> None:
-        """Apply entries and write them in one go. Raises LedgerError at the first bad one; earlier ones stay."""
-        self._write()
+        """Apply entries and write them in one go. Raises LedgerError at the first bad one; earlier ones stay.
+
+        DataDirError when the disk fails: nothing more is applied until it has taken those that were.
+        """
+        self.flush()
         try:
             for entry in entries:
                 self._unwritten.append(self.state.apply(entry))
         finally:
-            self._write()
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what the disk has refused so far, if anything. Once it returns, all that `state` has is durable.
+
+        In order, and an entry's place in the index follows it, so that neither ever has a gap. Raises DataDirError.
+        """
+        self._index_written()
+        while self._unwritten:
+            places = self._writer.append([entry.data for entry in self._unwritten])
+            self._unindexed += [
+                Row(number, (segment, offset, len(entry.data)), entry)
+                for number, ((segment, offset), entry) in enumerate(
+                    zip(places, self._unwritten, strict=False), self._written
+                )
+            ]
+            del self._unwritten[: len(places)]
+            self._written += len(places)
+            self._index_written()
+
+    def _index_written(self) -> None:
+        if self._unindexed:
+            self._index.add(self._unindexed)
+            self._unindexed = []
 
     def _append_signed(self, entries: Sequence[bytes]) -> None:
         """The same with entries whose own signatures were checked; those within them were not."""
-        self._write()
+        self.flush()
         try:
             for data in entries:
                 entry = open_entry(data, signature_checked=True)
                 self.state.take(entry)
                 self._unwritten.append(entry)
         finally:
-            self._write()
+            self.flush()
 
     def extend(self, entries: Iterable[bytes], *, length: int, tip: bytes) -> None:
         """Append a mirror's entries, if all are signed and the chain reaches the signed `tip` at `length` with them.
@@ -151,20 +187,6 @@ class LedgerLog:
         """A full segment by its hash."""
         return self._writer.open_segment(sha256)
 
-    def _write(self) -> None:
-        """What could not be written before comes first, so that the disk never has a gap."""
-        while self._unwritten:
-            first = self.state.length - len(self._unwritten)
-            places = self._writer.append([entry.data for entry in self._unwritten])
-            written = self._unwritten[: len(places)]
-            del self._unwritten[: len(places)]
-            self._index.add(
-                [
-                    Row(first + at, (segment, offset, len(entry.data)), entry)
-                    for at, ((segment, offset), entry) in enumerate(zip(places, written, strict=True))
-                ]
-            )
-
     # Opening.
 
     def _open(self, mends: bool) -> None:
@@ -175,6 +197,7 @@ class LedgerLog:
             if not mends:
                 raise self._advised(damaged) from damaged
             self._mend(damaged)
+        self._written = self.state.length
         if known != self.state.length:
             self._index.cut(self.state.length)
 

@@ -311,7 +311,7 @@ class ScratchSet:
             with self._scratch.writing():
                 rows = [(one,) for one in sorted(self._hot)]
                 self._db.executemany(f"INSERT OR IGNORE INTO {self._name} VALUES (?)", rows)
-        except sqlite3.OperationalError:
+        except (sqlite3.OperationalError, DataDirError):  # an entry is being applied; who reads says what is wrong
             self._limit = len(self._hot) + self._most
             return
         self._limit = self._most
@@ -334,7 +334,7 @@ class ScratchTips:
         with self._scratch.lock:
             self._new += tip
             if len(self._new) % self._each == 0:
-                with suppress(sqlite3.OperationalError):  # the next time
+                with suppress(sqlite3.OperationalError, DataDirError):  # the next time; who reads says what is wrong
                     self._write()
 
     def _write(self) -> None:

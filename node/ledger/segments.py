@@ -11,6 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -188,20 +189,21 @@ class SegmentWriter:
         """Full segments; their hashes."""
 
     def close(self) -> None:
-        if self._open is not None:
-            os.close(self._open.file)
-            self._open = None
+        current, self._open = self._open, None
+        if current is not None:
+            with suppress(OSError):  # all that counts was synced
+                os.close(current.file)
 
     def resume(self, segment: Segment) -> None:
-        """Take over a segment that was read; what is torn at its end is cut off."""
+        """Take over a segment that was read; what is torn at its end is cut off. Raises OSError."""
         if segment.size >= self._segment_bytes:
             self._close(segment.number, segment.first, b"".join(map(frame, segment.entries)), len(segment.entries))
             return
         file = os.open(segment.path, os.O_RDWR)
+        self._open = _Open(segment.number, segment.first, len(segment.entries), segment.size, file)
         if segment.torn_bytes:
             log.warning("ledger path=%s torn_bytes=%d cut off", segment.path, segment.torn_bytes)
             os.ftruncate(file, segment.size)
-        self._open = _Open(segment.number, segment.first, len(segment.entries), segment.size, file)
 
     def append(self, entries: Sequence[bytes]) -> list[tuple[int, int]]:
         """Write as many of some entries as the open segment takes, one at least; the segment and offset of each.
@@ -212,6 +214,8 @@ class SegmentWriter:
             current = self._open = self._open or self._begin()
             taken, places = self._that_fit(current, entries)
             block = b"".join(map(frame, taken))
+            size = current.size + len(block)
+            before = os.pread(current.file, current.size, 0) if size >= self._segment_bytes else b""
             _write(current.file, block, current.size)
             os.fsync(current.file)
         except OSError as error:
@@ -219,11 +223,10 @@ class SegmentWriter:
                 f"cannot write the ledger {self._directory}: {error.strerror}",
                 hint="free some space (`df -h`) and start the node again: it continues from the last whole entry",
             ) from error
-        current.size, current.count = current.size + len(block), current.count + len(taken)
-        if current.size >= self._segment_bytes:
-            data = os.pread(current.file, current.size, 0)
+        current.size, current.count = size, current.count + len(taken)
+        if size >= self._segment_bytes:
             self.close()
-            self._close(current.number, current.first, data, current.count)
+            self._close(current.number, current.first, before + block, current.count)
         return places
 
     def open_segment(self, sha256: bytes) -> BinaryIO | None:
@@ -256,7 +259,11 @@ class SegmentWriter:
     def _begin(self) -> _Open:
         number, first = len(self.closed), self.closed[-1].end if self.closed else 0
         file = os.open(segment_path(self._directory, number), os.O_RDWR | os.O_CREAT, 0o644)
-        sync_directory(self._directory)
+        try:
+            sync_directory(self._directory)
+        except OSError:
+            os.close(file)
+            raise
         return _Open(number, first, 0, 0, file)
 
     def _close(self, number: int, first: int, data: bytes, count: int) -> None:

@@ -60,9 +60,19 @@ class Spool:
             raise _disk_error(self._directory, error) from error
 
     def __iter__(self) -> Iterator[bytes]:
-        self._file.seek(0)
-        while size := self._file.read(FRAME_BYTES):
-            yield self._file.read(int.from_bytes(size, "big"))
+        """Raises DataDirError."""
+        try:
+            self._file.seek(0)
+        except OSError as error:
+            raise _disk_error(self._directory, error) from error
+        while size := self._read(FRAME_BYTES):
+            yield self._read(int.from_bytes(size, "big"))
+
+    def _read(self, size: int) -> bytes:
+        try:
+            return self._file.read(size)
+        except OSError as error:
+            raise _disk_error(self._directory, error) from error
 
 
 def _disk_error(directory: Path, error: OSError) -> DataDirError:

@@ -34,7 +34,7 @@ MAX_HEADS: Final = 1024
 
 
 def keep_head(path: Path, head: bytes) -> None:
-    """Keep the trainer's own newest head, for audits of its directory. Never raises: the ledger matters more."""
+    """Keep the newest head of the ledger that lies beside it. Never raises: the ledger matters more."""
     try:
         write_atomically(path, head, sync=False)
     except (OSError, DataDirError) as error:
@@ -72,7 +72,7 @@ class ForkWitness:
             is_news = self.held is None or head.record.ledger_length != self.held.record.ledger_length
             self.held = head
             if is_news and self._keep_head is not None:
-                write_atomically(self._keep_head, head.data, sync=False)
+                keep_head(self._keep_head, head.data)
 
     def see(self, head: Signed[Head]) -> Fork | None:
         """Compare with the head of the same length, if one was seen. Never raises."""

@@ -44,6 +44,8 @@ class LedgerMirror:
         self._http = http
         self._desk = desk
         self._news = trio.Event()
+        self._announced = 0
+        """The copy's length that the desk knows of."""
 
     def wake(self) -> None:
         self._news.set()
@@ -67,16 +69,22 @@ class LedgerMirror:
         desk, head = self._desk, self._desk.head
         if head is None or desk.notice is None or desk.ledger is None:
             return True
-        start = desk.ledger.state.length
         try:
             await LedgerKeeper(desk.ledger, desk.witness).catch_up(_Origin(self._http, desk.notice), head)
         except NodeError as error:  # a relay goes on serving whatever its copy of the ledger meets
-            log.warning("ledger length=%d wanted=%d error=%r", start, head.record.ledger_length, error.message)
+            length = desk.ledger.state.length
+            log.warning("ledger length=%d wanted=%d error=%r", length, head.record.ledger_length, error.message)
             return isinstance(error, LedgerError) and error.rule == FORK
-        if desk.ledger.state.length > start:
-            desk.ledger_extended()
-            log.debug("ledger length=%d", head.record.ledger_length)
+        finally:
+            self._announce(desk.ledger.state.length)
         return True
+
+    def _announce(self, length: int) -> None:
+        """Entries that the disk did not take count as well: they are the trainer's, and say who is evicted."""
+        if length > self._announced:
+            self._announced = length
+            self._desk.ledger_extended()
+            log.debug("ledger length=%d", length)
 
 
 class _Origin:

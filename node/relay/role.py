@@ -40,7 +40,7 @@ from p2p.shardcast.store import CheckpointStore
 from p2p.tls import Certificate
 from protocol.checkpoint import CheckpointRules
 from protocol.envelope import Signed, seal
-from protocol.errors import ConfigError, NodeError, ProtocolError
+from protocol.errors import ConfigError, DataDirError, NodeError, ProtocolError
 from protocol.identity import Identity, PeerId
 from protocol.records import Manifest, RelayAdvert
 from protocol.run import RunAddress
@@ -245,6 +245,9 @@ class RelayRole:
             except ProtocolError as error:
                 log.warning("manifest from the DHT: %s", error.message)
                 return
+            except DataDirError as error:  # the relay serves on, and looks again whether there is room
+                log.warning("manifest not kept error=%r next=%r", error.message, error.hint)
+                await trio.sleep(MANIFEST_RETRY_S)
 
     async def _find_others(self, sole: SoleInstance) -> None:
         """Other relays to pull from: the origin serves a few, who serve the rest. Raises SecondInstance."""
@@ -307,7 +310,10 @@ class RelayRole:
         """A relay that starts again today goes on with today's budget."""
         while True:
             await trio.sleep(BUDGET_SAVE_S)
-            await trio.to_thread.run_sync(self._service.door.save_budget, self._p.store)
+            try:
+                await trio.to_thread.run_sync(self._service.door.save_budget, self._p.store)
+            except DataDirError as error:  # a relay that starts again today has what it sent since then once more
+                log.warning("traffic of today not kept error=%r next=%r", error.message, error.hint)
 
     async def _show_loop(self) -> None:
         while True:

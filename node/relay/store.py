@@ -178,7 +178,9 @@ class RelayStore:
             old = [row for row in self._db.execute(query, (before_step,)).fetchall() if not needed(row[0])]
             for submission_id, *_ in old:
                 self._path(submission_id).unlink(missing_ok=True)
-            self._db.executemany("UPDATE feed SET file_bytes = 0 WHERE id = ?", [(row[0],) for row in old])
+            with self._db:  # all of them or none, as in the counts below
+                self._db.execute("BEGIN IMMEDIATE")
+                self._db.executemany("UPDATE feed SET file_bytes = 0 WHERE id = ?", [(row[0],) for row in old])
             with self._count_lock:
                 for _, author, step, size in old:
                     self._stored.add(bytes(author), step, -size)
@@ -298,14 +300,23 @@ class RelayStore:
     def _keep(self, upload: Upload, make_receipt: Callable[[], bytes]) -> bytes:
         """Give a whole file its name, then its row. Concurrent uploads of one submission end with one receipt."""
         submission = upload.submission
-        with self._errors():
-            os.replace(upload.path, self._path(submission.id))
-            sync_directory(self._files)
         try:
+            with self._errors():
+                os.replace(upload.path, self._path(submission.id))
+                sync_directory(self._files)
             return self._insert(submission, make_receipt)
         except sqlite3.IntegrityError as error:
             self._path(submission.id).unlink(missing_ok=True)
             raise duplicate_index(submission) from error
+        except DataDirError:
+            self._drop_file(submission.id)
+            raise
+
+    def _drop_file(self, submission_id: bytes) -> None:
+        """Delete a file whose row the disk did not take: nobody would count it, serve it, or make room by it."""
+        with self._lock, self._errors():
+            if self._db.execute("SELECT 1 FROM feed WHERE id = ?", (submission_id,)).fetchone() is None:
+                self._path(submission_id).unlink(missing_ok=True)
 
     def _insert(self, submission: Signed[Submission], make_receipt: Callable[[], bytes]) -> bytes:
         record, author = submission.record, submission.author.public_key
@@ -313,6 +324,8 @@ class RelayStore:
             row = self._db.execute("SELECT receipt FROM feed WHERE id = ?", (submission.id,)).fetchone()
             if row is not None:
                 return bytes(row[0])
+            if not self._path(submission.id).exists():
+                raise _disk_full("this relay's disk did not take the same file, which came twice at once")
             receipt = make_receipt()
             inserted = self._db.execute(
                 "INSERT INTO feed (kind, id, author, about, step, idx, subject, file_bytes, envelope, receipt)"

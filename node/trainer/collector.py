@@ -86,6 +86,13 @@ class Collector:
     def file(self, submission: bytes) -> Path:
         return self._rollout_dir / f"{submission.hex()}{SUFFIX}"
 
+    def discard(self, submission: bytes) -> None:
+        """Delete a file that is not needed any more. One that the disk keeps does no harm."""
+        try:
+            self.file(submission).unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("rollouts file=%s cannot be deleted: %s", self.file(submission), error.strerror)
+
     def pending(self, step: int) -> int:
         """Submissions that a batch for `step` could hold once they are judged; not those that nobody judges."""
         oldest = step - self._ledger.state.manifest.batch.max_staleness
@@ -121,7 +128,7 @@ class Collector:
             with suppress(ValueError):  # no file of ours
                 one = looked_at(state.submissions, bytes.fromhex(path.stem))
                 if one is not None and state.shelf.is_too_old(one, step):
-                    path.unlink(missing_ok=True)
+                    self.discard(bytes.fromhex(path.stem))
         return state.shelf.stale(step).rollouts
 
     async def wait_changed(self) -> None:

@@ -155,7 +155,7 @@ class TrainerRole:
         await self._publish(opened)
         for key, one in self._p.ledger.state.submissions.items():
             if one.used_in in self._p.ledger.state.trained:
-                self._p.collector.file(key).unlink(missing_ok=True)
+                self._p.collector.discard(key)
         self._scores.restore()
         self._p.monitor.trained(self._p.ledger.state.trained)
         log.info("recovered checkpoint=%d batches=%d", self._newest().record.step, self._step)
@@ -311,7 +311,7 @@ class TrainerRole:
         self._p.monitor.trained(self._p.ledger.state.trained)
         self._touch_head()
         for key in self._p.ledger.state.batches[step]:
-            self._p.collector.file(key).unlink(missing_ok=True)
+            self._p.collector.discard(key)
         log.info("trained step=%d reward=%.3f", step, trained.mean_reward)
 
     async def _learn(self, step: int) -> tuple[TrainResult, dict[str, float]]:
@@ -378,6 +378,8 @@ class TrainerRole:
         self._head_changed = trio.Event()
 
     def _sign_head(self) -> bytes:
+        """A head is for good, so that it speaks of nothing that this disk has not taken. Raises DataDirError."""
+        self._p.ledger.flush()
         newest, step = self._newest(), self._step
         previous, self._sequence = self._sequence, max(self._sequence + 1, now_ms())
         head = Head(

@@ -100,7 +100,7 @@ class Bench:
 
     def _entered(self, case: OpenCase) -> dict[PeerId, str]:
         known = looked_at(self._ledger.submissions, case.submission.id)
-        return {} if known is None else {one.author: one.record.outcome for one in known.verdicts.values()}
+        return {} if known is None else {one.author: one.record.outcome for one in list(known.verdicts.values())}
 
     def _heard(self, case: OpenCase) -> Mapping[PeerId, _Heard]:
         """Without those that contradict the submission itself: no ledger counts them."""

@@ -26,6 +26,7 @@ from node.compute.reader import RolloutReader
 from node.feeds import Feeds
 from node.ledger.follow import LedgerFollower
 from node.policies import Policies
+from node.relay.desk import max_file_bytes
 from node.relay_client import FeedItem, RelayClient
 from node.status import StatusBoard
 from node.swarm import Swarm
@@ -35,8 +36,9 @@ from node.validator.bench import Bench
 from node.validator.cases import Case, Cases
 from node.validator.docket import Docket
 from node.validator.draws import Draws
-from node.validator.duplicates import AnswerIndex, Likeness, Origin
+from node.validator.duplicates import Answer, AnswerIndex, Likeness, Origin
 from node.validator.findings import Findings, NotYet, Screened, undecided, with_limits
+from node.validator.own_faults import OWN_FAULTS, OwnFaults, require_room
 from node.validator.policy_fault import policy_fault
 from node.validator.posting import Poster
 from node.validator.suspicion import Suspicions
@@ -111,6 +113,7 @@ class ValidatorRole:
         self._desk = trio.CapacityLimiter(FILES_IN_MEMORY)
         self._second_desk = trio.CapacityLimiter(1)  # second looks take no first one's place
         self._downloads: set[bytes] = set()
+        self._own_faults = OwnFaults()
         self._changed = trio.Event()
         self._poster = Poster(parts.swarm, parts.docket)
         self._totals = _Totals()
@@ -174,6 +177,7 @@ class ValidatorRole:
     async def _case_loop(self) -> None:
         async with trio.open_nursery() as nursery:
             while True:
+                await self._own_faults.wait(self._p.board)
                 changed = self._changed
                 relays = [client.peer_id for client in self._p.swarm.clients]
                 appeals, again = self._appeals.startable(relays), self._again.startable(relays)
@@ -201,11 +205,13 @@ class ValidatorRole:
         self._totals.working_on.append(label)
         try:
             findings = await self._attempt(case, downloads)
+            if findings is not None:
+                self._conclude(case, findings)
+        except DataDirError as error:
+            self._pause(case, error)
         finally:
             case.busy = False
             self._totals.working_on.remove(label)
-        if findings is not None:
-            self._conclude(case, findings)
         self._news()
 
     async def _attempt(self, case: Case, downloads: trio.Nursery) -> Findings | None:
@@ -218,6 +224,8 @@ class ValidatorRole:
             return self._put_off(case, wait.what, coming=wait.coming and not case.again)
         except MalformedError as error:
             return Findings("reject", True, f"schema: {error.message}"[:1000])
+        except OWN_FAULTS as error:
+            return self._pause(case, error)
         except ComputeError as error:
             self._loaded.clear()
             case.crashes += 1
@@ -225,13 +233,16 @@ class ValidatorRole:
             if case.crashes > CRASHES_FORGIVEN:
                 return undecided(f"internal: the validator's engine failed: {error.message[:500]}")
             return self._put_off(case, "the engine to recover")
-        except DataDirError as error:  # the contributor has no part in it
-            log.warning("case step=%d error=%r", case.submission.record.step, error.message)
-            return self._put_off(case, "room on this validator's disk", coming=True)
         except Exception as error:
             # Whatever a submission does to this program, the program goes on and the contributor is told.
             log.exception("case step=%d failed", case.submission.record.step)
             return undecided(f"internal: {type(error).__name__}: {str(error)[:200]}", passing=False)
+
+    def _pause(self, case: Case, error: Exception) -> Findings | None:
+        """Put a case off, and with it whatever else would begin: the contributor has no part in it."""
+        log.warning("case step=%d put off, own fault error=%r", case.submission.record.step, str(error))
+        self._own_faults.met(error)
+        return self._put_off(case, "this validator's computer", coming=True)
 
     def _put_off(self, case: Case, waits_for: str, *, coming: bool = False) -> Findings | None:
         patience_s = LOOK_AGAIN_S if case.again else GIVE_UP_S
@@ -242,10 +253,14 @@ class ValidatorRole:
         return None
 
     async def _findings(self, case: Case, downloads: trio.Nursery) -> Findings:
-        """Raises NotYet, MalformedError when the file is at fault, ComputeError when a child is."""
+        """Raises NotYet, MalformedError when the file is at fault, ComputeError when a child is, OWN_FAULTS."""
         fault = self._policy_fault(case) or await self._policy_missing(case, downloads)
         if fault is not None:
             return fault
+        size, limit = case.submission.record.size, max_file_bytes(self._manifest.record)
+        if size > limit:  # no honest relay takes it, and looking for its room would keep everybody else waiting
+            raise MalformedError(f"a rollout file of {size} bytes; this run's files have at most {limit}")
+        require_room(self._p.work_dir, size)
         path = await self._fetch(case)
         try:
             async with self._second_desk if case.again else nullcontext(), self._desk:
@@ -313,9 +328,23 @@ class ValidatorRole:
         if likeness.suspicious and not draw.drawn:
             case.draw = draw = msgspec.structs.replace(draw, drawn=True, why="resembles earlier answers")
         findings = await self._judge(case, rollouts) if draw.drawn else screened.findings()
-        findings = _weigh(findings, likeness, proved=draw.drawn and findings.outcome == "accept")
+        return self._learn(case, findings, likeness=likeness, answers=screened.answers)
+
+    def _learn(self, case: Case, findings: Findings, *, likeness: Likeness, answers: Sequence[Answer]) -> Findings:
+        """Add what earlier work says to the findings, and keep what this one says for later work.
+
+        The evidence is written last, for what finds no room is judged again.
+        """
+        tolerance = self._manifest.record.tolerances.get(case.submission.record.dtype)
+        evidence = [] if findings.outcome == "undecided" else findings.evidence  # judged again, it is taken in then
+        if tolerance and evidence:
+            suspicion = self._p.suspicions.weigh(case.submission, tolerance, evidence=evidence)
+            findings = findings if suspicion is None else findings.suspected(suspicion.reason, hard=suspicion.hard)
+        findings = _weigh(findings, likeness, proved=_due(case).drawn and findings.outcome == "accept")
         if findings.outcome == "accept":
-            self._p.answers.add(_origin(case), screened.answers)
+            self._p.answers.add(_origin(case), answers)
+        if tolerance and evidence:
+            self._p.suspicions.update(case.submission, tolerance, evidence=evidence)
         return findings
 
     async def _screen(self, case: Case, rollouts: Sequence[Any], *, rewards: bool) -> Screened:
@@ -339,11 +368,7 @@ class ValidatorRole:
         )
         findings = msgspec.convert(found, Findings)
         self._totals.seconds += findings.seconds
-        tolerance = self._manifest.record.tolerances.get(case.submission.record.dtype)
-        if tolerance is None or not findings.evidence or findings.outcome == "undecided":
-            return findings  # what is judged again is taken in then, once
-        suspicion = self._p.suspicions.update(case.submission, tolerance, evidence=findings.evidence)
-        return findings if suspicion is None else findings.suspected(suspicion.reason, hard=suspicion.hard)
+        return findings
 
     def _claim(self, submission: Signed[Submission]) -> dict[str, Any]:
         return {

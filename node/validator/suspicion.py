@@ -1,6 +1,6 @@
 """What a validator suspects each contributor of, over all it ever judged of it: protocol.sequential on three numbers.
 
-One table in the docket's SQLite file. Two grades: *soft* when the node's answers depart more, on average, than any
+Two tables in the docket's SQLite file. Two grades: *soft* when the node's answers depart more, on average, than any
 honest machine's (the manifest's `honest_…` bounds), which rejects submissions until it mends its ways; *hard* only when
 their average lies beyond HARD_FACTOR times the limits for single submissions, where no odd hardware is.
 """
@@ -26,10 +26,13 @@ HARD_RATE: Final = 1e-9
 HARD_FACTOR: Final = 8.0
 HARD_MEAN_NATS: Final = 0.1
 """Both as for single submissions (node.validator.checks)."""
+MAX_COUNTED: Final = 1 << 16
+"""So many submissions are known as counted, the newest, and each contributor's latest one however old it is."""
 _MEASUREMENTS: Final = ("margins", "mantissas", "log-probability errors")
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS suspicions (contributor BLOB PRIMARY KEY, submission BLOB NOT NULL, state BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS counted (seq INTEGER PRIMARY KEY AUTOINCREMENT, submission BLOB UNIQUE NOT NULL);
 """
 
 
@@ -57,29 +60,52 @@ class Suspicions:
     def close(self) -> None:
         self._db.close()
 
+    def weigh(
+        self, submission: Signed[Submission], tolerance: Tolerance, *, evidence: Sequence[tuple[float, float, float]]
+    ) -> Suspicion | None:
+        """What `update` is going to say. Nothing is written."""
+        return _suspicion(self._counted(submission, tolerance, evidence=evidence)[0])
+
     def update(
         self, submission: Signed[Submission], tolerance: Tolerance, *, evidence: Sequence[tuple[float, float, float]]
     ) -> Suspicion | None:
         """Take in a submission's evidence for each prompt, as node.validator.measure gives it; what is suspected now.
 
-        The same submission again, after a crash, is not counted again.
+        The same submission again, after a crash or where its verdict found no room, is not counted again.
         """
-        contributor = submission.author.public_key
-        state, latest = self._read(contributor)
-        if latest != submission.id and evidence:
-            state = _advance(state, tolerance, evidence=evidence)
-            self._db.change(
-                "INSERT OR REPLACE INTO suspicions VALUES (?, ?, ?)",
-                *(contributor, submission.id, msgspec.msgpack.encode(state)),
-            )
+        state, is_new = self._counted(submission, tolerance, evidence=evidence)
+        if is_new:
+            with self._db.transaction():
+                self._db.change(
+                    "INSERT OR REPLACE INTO suspicions VALUES (?, ?, ?)",
+                    *(submission.author.public_key, submission.id, msgspec.msgpack.encode(state)),
+                )
+                self._db.change("INSERT INTO counted (submission) VALUES (?)", submission.id)
+                self._db.change("DELETE FROM counted WHERE seq <= (SELECT MAX(seq) FROM counted) - ?", MAX_COUNTED)
         return _suspicion(state)
 
-    def _read(self, contributor: bytes) -> tuple[_State, bytes]:
-        row = self._db.row("SELECT state, submission FROM suspicions WHERE contributor = ?", contributor)
+    def _counted(
+        self, submission: Signed[Submission], tolerance: Tolerance, *, evidence: Sequence[tuple[float, float, float]]
+    ) -> tuple[_State, bool]:
+        """The contributor's bets with this submission in them, and whether that is new."""
+        state = self._read(submission.author.public_key)
+        if not evidence or self._is_counted(submission):
+            return state, False
+        return _advance(state, tolerance, evidence=evidence), True
+
+    def _is_counted(self, submission: Signed[Submission]) -> bool:
+        query = (
+            "SELECT 1 FROM counted WHERE submission = ?"
+            " UNION SELECT 1 FROM suspicions WHERE submission = ? AND contributor = ?"
+        )
+        return self._db.row(query, submission.id, submission.id, submission.author.public_key) is not None
+
+    def _read(self, contributor: bytes) -> _State:
+        row = self._db.row("SELECT state FROM suspicions WHERE contributor = ?", contributor)
         if row is None:
-            return _State(), b""
+            return _State()
         try:
-            return msgspec.msgpack.decode(row[0], type=_State), row[1]
+            return msgspec.msgpack.decode(row[0], type=_State)
         except msgspec.MsgspecError as error:
             raise DataDirError(
                 f"the docket {self._db.path} is damaged: {error}",

@@ -21,6 +21,7 @@ from protocol.constants import MAX_ENVELOPE_BYTES
 from protocol.errors import (
     ChecksumError,
     ClockError,
+    DataDirError,
     LedgerError,
     MalformedError,
     NodeError,
@@ -148,7 +149,8 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         raise  # the client has gone: aiohttp ends the connection quietly
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return error_response(507, "disk-full", "no space is left on this node's disk", "try another relay")
+            log.warning("answer=507 error=%r", str(error))
+            return _disk_full()
         return _internal_error(request)
     except Exception:
         return _internal_error(request)
@@ -162,8 +164,15 @@ def _answer_to(error: NodeError) -> web.Response:
     for kind, status, code in _PROTOCOL_CODES:
         if isinstance(error, kind):
             return error_response(status, code, error.message, error.hint)
+    if isinstance(error, DataDirError):  # its words name paths of this computer: they are for the log alone
+        log.warning("answer=507 error=%r next=%r", error.message[:500], error.hint)
+        return _disk_full()
     log.warning("answer=500 error=%s message=%s", type(error).__name__, error.message[:500])
     return error_response(500, "internal", "this node could not do it; its log says why")
+
+
+def _disk_full() -> web.Response:
+    return error_response(507, "disk-full", "this node's disk does not take it; its log says why", "try another relay")
 
 
 def _internal_error(request: web.Request) -> web.Response:

@@ -195,7 +195,8 @@ class HttpClient:
         except OSError as error:
             raise write_refused(path, error) from error
         finally:
-            part.unlink(missing_ok=True)
+            with suppress(OSError):  # a disk that has become read-only refuses this as well
+                part.unlink(missing_ok=True)
 
     async def get_stream(
         self,

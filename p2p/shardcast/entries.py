@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -11,7 +12,7 @@ from p2p.shardcast.draft import Draft
 from p2p.shardcast.partial import PartialCheckpoint
 from protocol.checkpoint import Layout, check_names
 from protocol.envelope import Signed, open_envelope
-from protocol.errors import ModelError
+from protocol.errors import ModelError, ProtocolError
 from protocol.records import CheckpointManifest, CheckpointPart, CheckpointPlan
 
 MANIFEST: Final = ".manifest"
@@ -66,17 +67,37 @@ class Progress(NamedTuple):
 def reopen(path: Path, on_change: Callable[[], None]) -> Entry:
     """What an earlier process left in one directory. Blocks. Raises OSError, ProtocolError, ModelError."""
     partial = path.name.startswith(PARTIAL)
-    if partial and not (path / MANIFEST).exists():
-        draft = Draft(open_envelope((path / PLAN).read_bytes(), CheckpointPlan))
-    else:
-        draft = Draft(open_envelope((path / MANIFEST).read_bytes(), CheckpointManifest))
-        if (path / PLAN).exists():
-            draft.plan = open_envelope((path / PLAN).read_bytes(), CheckpointPlan)
+    draft = _draft_of(path)
     check_names([file.name for file in draft.layout.files])
     if partial:
         return Entry(draft, path, PartialCheckpoint(path, draft, on_change=on_change), False)
     _require_sizes(path, draft.layout)
     return Entry(draft, path, None, True)
+
+
+def _draft_of(path: Path) -> Draft:
+    """By the manifest, or the plan: a power cut can garble the manifest that closed a download, and no shard of it."""
+    plan = open_envelope((path / PLAN).read_bytes(), CheckpointPlan) if (path / PLAN).exists() else None
+    try:
+        draft = Draft(open_envelope((path / MANIFEST).read_bytes(), CheckpointManifest))
+    except (FileNotFoundError, ProtocolError):
+        if plan is None:
+            raise
+        return Draft(plan)
+    draft.plan = plan
+    return draft
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file such that a full disk leaves what was there. Raises OSError."""
+    beside = path.with_name(f"{path.name}.new")
+    try:
+        beside.write_bytes(data)
+        beside.replace(path)
+    except OSError:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise
 
 
 def _require_sizes(directory: Path, layout: Layout) -> None:

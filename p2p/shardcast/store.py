@@ -20,7 +20,7 @@ import trio
 
 from p2p.http import FileRange
 from p2p.shardcast.draft import Draft
-from p2p.shardcast.entries import MANIFEST, PARTIAL, PLAN, Entry, Progress, reopen
+from p2p.shardcast.entries import MANIFEST, PARTIAL, PLAN, Entry, Progress, reopen, write_whole
 from p2p.shardcast.hashing import is_sound
 from p2p.shardcast.partial import BITMAP, PartialCheckpoint, sync_file
 from p2p.shardcast.publish import Publication, link_files
@@ -175,11 +175,16 @@ class CheckpointStore:
 
         Shards may be had, under the plan's id, from the moment they are hashed. `source` may be removed afterwards,
         but its files must not be changed in place. Publishing the same files for the same step again gives the manifest
-        that is already here. Raises ModelError.
+        that is already here. Raises ModelError, and DataDirError when the disk fails.
         """
-        return await trio.to_thread.run_sync(
-            lambda: self._publish(source, Publication(identity, run_id, step, shard_bytes))
-        )
+        publication = Publication(identity, run_id, step, shard_bytes)
+        try:
+            return await trio.to_thread.run_sync(self._publish, source, publication)
+        except OSError as error:
+            raise DataDirError(
+                f"the policy of step {step} cannot be published: {error.strerror or error}",
+                hint=f"free some space (df -h {self._directory}), then start the node again: it publishes it",
+            ) from error
 
     def _publish(self, source: Path, publication: Publication) -> Signed[CheckpointManifest]:
         staging = self._directory / f".incoming-{publication.step:06d}"
@@ -277,7 +282,7 @@ class CheckpointStore:
                     continue
                 entry.draft.plan = Signed(signed.record, signed.author, signed.id, signed.data)
             elif entry.partial is not None and entry.draft.manifest is None:
-                (entry.directory / MANIFEST).write_bytes(signed.data)
+                write_whole(entry.directory / MANIFEST, signed.data)
                 changed = entry.draft.close(Signed(signed.record, signed.author, signed.id, signed.data))
                 entry.partial.forget(changed)
             else:
@@ -293,7 +298,7 @@ class CheckpointStore:
         self._require_space(Layout.of(signed.record), directory)
         directory.mkdir(exist_ok=True)
         name = MANIFEST if isinstance(signed.record, CheckpointManifest) else PLAN
-        (directory / name).write_bytes(signed.data)
+        write_whole(directory / name, signed.data)
         draft = Draft(signed)
         entry = Entry(draft, directory, PartialCheckpoint(directory, draft, on_change=self._changed), False)
         self._enter(entry)
@@ -418,7 +423,7 @@ class CheckpointStore:
 
     def _settle(self, directory: Path, manifest: Signed[CheckpointManifest], entry: Entry) -> Path:
         """Sync a directory's files and give it its final name; only then is the checkpoint complete."""
-        (directory / MANIFEST).write_bytes(manifest.data)
+        write_whole(directory / MANIFEST, manifest.data)
         for name in [MANIFEST, *(file.name for file in manifest.record.files)]:
             sync_file(directory / name)
         for name in (BITMAP, PLAN):

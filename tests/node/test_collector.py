@@ -25,6 +25,13 @@ async def test_accepted_submission_enters_with_its_verdict_after_its_file(world:
     assert world.collector.file(submission.id).read_bytes() == b"rollouts"
 
 
+async def test_a_file_that_cannot_be_deleted_ends_no_trainer(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    submission = make_submission(ALICE, RUN)
+    world.collector.file(submission.id).mkdir(parents=True)  # as good as a disk that refuses it
+    world.collector.discard(submission.id)
+    assert "cannot be deleted" in caplog.text
+
+
 async def test_verdict_may_come_before_its_submission(world: World) -> None:
     """Two relays: one announces the verdict before the other announces the submission."""
     submission = make_submission(ALICE, RUN)

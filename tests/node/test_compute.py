@@ -12,13 +12,13 @@ import trio
 import trio.testing
 
 from node.compute.framing import encode_frame, frame_length
-from node.compute.process import ComputeProcess
+from node.compute.process import ChildDiskError, ComputeProcess, NoChildError
 from protocol.errors import ComputeCrashed, ComputeError
 
 WORKER = """
 import os, subprocess, sys, time
 from node.compute.serve import serve
-from protocol.errors import ModelError
+from protocol.errors import DataDirError, ModelError
 
 def add(a, b): return a + b
 def echo(value): return value
@@ -31,6 +31,7 @@ def count(to, progress):
     return "done"
 def fail(): raise ValueError("boom")
 def refuse(): raise ModelError("no such model", hint="pick another")
+def store(): raise DataDirError("no room", hint="make some")
 def crash(): os._exit(7)
 def forget(): raise MemoryError
 def hog(size): return len(bytearray(size))
@@ -40,8 +41,8 @@ def unencodable(): return object()
 def flood(size): sys.stderr.write("x" * size)
 def spawn(): return subprocess.Popen(["sleep", "600"]).pid
 os.write(2, b"starting\\n")
-serve(dict(add=add, echo=echo, pid=pid, environment=environment, count=count, fail=fail, refuse=refuse, crash=crash,
-    forget=forget, hog=hog, hang=hang, unencodable=unencodable, flood=flood, spawn=spawn))
+serve(dict(add=add, echo=echo, pid=pid, environment=environment, count=count, fail=fail, refuse=refuse, store=store,
+    crash=crash, forget=forget, hog=hog, hang=hang, unencodable=unencodable, flood=flood, spawn=spawn))
 """
 
 
@@ -174,8 +175,26 @@ async def test_a_cancelled_call_frees_the_child(worker):
 async def test_a_child_that_cannot_start_says_why(make, nursery):
     process = make("raise SystemExit('no accelerator here')")
     await nursery.start(process.run)
-    with pytest.raises(ComputeCrashed, match="before it was ready: no accelerator here"):
+    with pytest.raises(NoChildError, match="before it was ready: no accelerator here"):
         await call(process, "add", a=1, b=1)
+
+
+async def test_a_child_without_a_log_is_not_started(tmp_path, nursery):
+    (tmp_path / "file").touch()
+    process = ComputeProcess("worker_module", name="worker", log_path=tmp_path / "file" / "w.log")
+    await nursery.start(process.run)
+    with pytest.raises(NoChildError, match="cannot be started"):
+        await call(process, "add", a=1, b=1)
+
+
+async def test_a_disk_that_refuses_the_child_is_told_from_other_failures(worker):
+    with pytest.raises(ChildDiskError, match="no room") as told:
+        await call(worker, "store")
+    assert told.value.hint == "make some"
+    for method in ("refuse", "fail"):
+        with pytest.raises(ComputeError) as other:
+            await call(worker, method)
+        assert not isinstance(other.value, ChildDiskError)
 
 
 async def test_memory_limit_ends_the_child(make, nursery):

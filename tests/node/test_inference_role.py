@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import trio
 from factories import make_head, make_manifest, make_submission, make_verdict, sealed
+from relay_world import Relay, loopback
 
 from node.inference.outbox import Outbox
 from node.inference.role import HeldPolicy, InferenceParts, InferenceRole
 from node.status import StatusBoard
 from protocol.envelope import Signed, open_envelope
-from protocol.errors import ComputeError, RelayError
+from protocol.errors import ComputeError, RefusedError, RelayError
 from protocol.identity import Identity
 from protocol.records import Head, Receipt, Submission
 
@@ -267,6 +268,96 @@ async def test_who_leaves_hands_in_by_index(failures, taken, autojump_clock, tmp
             both.start_soon(role.leave, 30)
     assert relay.took == taken
     assert outbox.count("ready") == 4 - len(taken)
+
+
+class Refusing(Moody):
+    """A relay that refuses the first few times."""
+
+    def __init__(self, code: str, failures: int) -> None:
+        super().__init__(0)
+        self.code, self.refusals = code, failures
+
+    async def submit(self, envelope: bytes, path: Path) -> Any:
+        if self.refusals:
+            self.refusals -= 1
+            raise RefusedError("no", code=self.code)
+        return await super().submit(envelope, path)
+
+
+def offering(tmp_path: Path, outbox: Outbox, relay: Moody, **head: Any) -> InferenceRole:
+    """A contributor with two finished submissions of step 3, and this relay."""
+    swarm: Any = FakeSwarm(step=3, checkpoint_step=3, **head)
+    swarm.choose_relay = lambda avoid=None: relay
+    nothing: Any = None
+    policies: Any = FakePolicies(3)
+    feeds: Any = SilentFeeds()
+    board = StatusBoard(role="inference", peer_id=ALICE.peer_id, run="test")
+    for index in range(2):
+        has_used(outbox, step=3, policy=2, index=index)
+    return InferenceRole(InferenceParts(ALICE, swarm, policies, nothing, outbox, feeds, board, tmp_path / "work"))
+
+
+@pytest.mark.parametrize("code", ["internal", "http-413", "over-budget", "not-found", "disk-full", "brand-new"])
+async def test_work_that_a_relay_may_take_later_is_not_lost(code, autojump_clock, tmp_path, outbox) -> None:
+    """A relay's own fault, a proxy before it, a code of a later release: none of that is about the work."""
+    relay = Refusing(code, 1)
+    with trio.fail_after(60):
+        await offering(tmp_path, outbox, relay).leave(30)
+    assert relay.took == [0, 1]
+    assert outbox.count("received") == 2
+
+
+@pytest.mark.parametrize("code", ["over-cap", "duplicate-index", "malformed", "stale-step"])
+async def test_work_that_no_relay_ever_takes_is_settled(code, autojump_clock, tmp_path, outbox) -> None:
+    relay = Refusing(code, 1)
+    with trio.fail_after(60):
+        await offering(tmp_path, outbox, relay).leave(30)
+    assert relay.took == []
+    assert outbox.reasons() == {code: 1, "after-refused": 1}
+
+
+async def test_work_that_is_refused_until_its_policy_is_too_old_is_settled(autojump_clock, tmp_path, outbox) -> None:
+    """Sixteen such, waiting for ever, and the node would generate no more."""
+    relay = Refusing("brand-new", 99)
+    with trio.fail_after(60):
+        await offering(tmp_path, outbox, relay, oldest_checkpoint_step=3).leave(30)
+    assert outbox.reasons() == {"brand-new": 1, "after-refused": 1}
+    assert outbox.count("ready") == 0
+
+
+async def test_a_file_that_was_deleted_is_given_up_and_what_followed_it(tmp_path, outbox, slow) -> None:
+    """Somebody made room on a full disk: the node goes on with the next step, now and after each start."""
+    has_used(outbox, step=3, policy=3)
+    has_used(outbox, step=3, policy=3, index=1)
+    swarm: Any = FakeSwarm(step=3, checkpoint_step=3)
+    role, _ = slow(swarm)
+    async with loopback() as (aio, http):
+        relay = Relay(BOB, tmp_path / "relay", aio)
+        relay.url = "https://127.0.0.1:1"  # the file is looked at first
+        swarm.choose_relay = lambda avoid=None: relay.client(http)
+        with trio.fail_after(20):
+            assert await role._send_ready()
+        relay.close()
+    assert outbox.reasons() == {"lost": 1, "after-refused": 1}
+
+
+async def test_a_file_that_cannot_be_read_now_is_kept_for_later(tmp_path, outbox, slow, caplog) -> None:
+    (tmp_path / "file").touch()
+    outbox.add(make_submission(ALICE, MANIFEST.id, step=3), tmp_path / "file" / "below")
+    swarm: Any = FakeSwarm(step=3, checkpoint_step=3)
+    role, _ = slow(swarm)
+    async with loopback() as (aio, http):
+        relay = Relay(BOB, tmp_path / "relay", aio)
+        relay.url = "https://127.0.0.1:1"  # the file is looked at first
+        swarm.choose_relay = lambda avoid=None: relay.client(http)
+        with trio.fail_after(20):
+            assert not await role._send_ready()
+            assert outbox.count("ready") == 1
+            swarm.say(step=9, checkpoint_step=9, oldest_checkpoint_step=5)
+            assert await role._send_ready(), "no relay takes it any more: it stands in nobody's way"
+        relay.close()
+    assert outbox.reasons() == {"lost": 1}
+    assert "Not a directory" in caplog.text
 
 
 async def test_the_first_accepted_work_is_told_with_where_its_proof_lies(outbox, slow) -> None:

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import pytest
 import trio
 from factories import OPERATOR, make_submission, make_verdict
-from relay_world import MANIFEST, Relay, loopback, make_head, serving
+from relay_world import MANIFEST, Relay, loopback, make_head, make_notice, serving
 
 from node.feeds import Feeds
 from node.ledger import fetch, pull
 from node.ledger.follow import LedgerFollower
 from node.ledger.inspect import audit_material
+from node.ledger.keeper import LedgerKeeper
 from node.ledger.log import LedgerLog
 from node.ledger.material import find_material
+from node.ledger.spool import Spool
 from node.ledger.witness import ForkWitness
+from node.relay.desk import RelayDesk
+from node.relay.mirror import LedgerMirror
 from node.relay_client import RelayClient
 from node.status import StatusBoard
 from protocol.envelope import signature_of
-from protocol.errors import ProtocolError, RelayError
+from protocol.errors import DataDirError, ProtocolError, RelayError
 from protocol.forks import open_proof
 from protocol.identity import Identity
 from protocol.ledger import LedgerState, next_tip, open_entry
@@ -231,6 +237,85 @@ def test_signatures_are_checked_before_anything_is_taken_in(tmp_path: Path) -> N
     assert (copy.state.length, copy.entries(0, 9), copy.state.contributors) == (0, [], {})
     copy.extend(entries, length=8, tip=tip)
     assert copy.state.tip == tip
+
+
+async def test_a_copy_is_caught_up_only_when_the_disk_has_it(tmp_path: Path) -> None:
+    """The last entries of a run meet a full disk: none that come later take them along."""
+    entries, limits = long_ledger(2), resource.getrlimit(resource.RLIMIT_FSIZE)
+    copy, head = open_log(tmp_path / "copy"), head_over(entries, 2)
+    keeper, source = LedgerKeeper(copy), Source("honest", entries)
+    with trio.fail_after(20):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        try:
+            for _ in range(2):
+                with pytest.raises(DataDirError, match="index"):
+                    await keeper.catch_up(source, head)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        await keeper.catch_up(source, head)
+    assert copy.entries(0, 9) == entries
+
+
+async def test_a_head_that_cannot_be_kept_is_no_hindrance(tmp_path: Path, caplog: Any) -> None:
+    entries = long_ledger(2)
+    copy, head = open_log(tmp_path / "copy"), head_over(entries, 2)
+    witness = ForkWitness(MANIFEST, tmp_path / "forks", keep_head=tmp_path / "gone" / "head")
+    with trio.fail_after(20):
+        await LedgerKeeper(copy, witness).catch_up(Source("honest", entries), head)
+    assert witness.held is head
+    assert "cannot be written" in caplog.text
+
+
+async def test_who_waits_hears_of_entries_that_the_disk_has_still_to_take(tmp_path: Path) -> None:
+    """Otherwise nobody would, as the next try finds nothing new."""
+    entries, limits = long_ledger(2), resource.getrlimit(resource.RLIMIT_FSIZE)
+    swarm: Any = FakeSwarm([Source("honest", entries)])  # type: ignore[list-item]
+    follower = LedgerFollower(swarm, open_log(tmp_path / "copy"))
+    with trio.fail_after(20):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        try:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(follower.run)
+                swarm.set_head(head_over(entries, 2))
+                await until_length(follower, 4)
+                nursery.cancel_scope.cancel()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_entries_that_cannot_be_read_back_are_named(tmp_path: Path) -> None:
+    with Spool(tmp_path, length=0, tip=MANIFEST.id) as spool:
+        spool.add(entries_of(ALICE))
+        os.close(spool._file.fileno())
+        with pytest.raises(DataDirError, match="until they are checked"):
+            list(spool)
+
+
+async def test_a_relay_that_has_an_eviction_acts_on_it_before_the_disk_takes_it(tmp_path: Path) -> None:
+    entries, limits = long_ledger(2), resource.getrlimit(resource.RLIMIT_FSIZE)
+    heard: list[int] = []
+    desk = SimpleNamespace(
+        ledger=open_log(tmp_path / "copy"), notice=make_notice(), head=head_over(entries, 2), witness=None
+    )
+    desk.ledger_extended = lambda: heard.append(desk.ledger.state.length)
+
+    async def get(url: str, **_: Any) -> Any:
+        return SimpleNamespace(body=msgspec.msgpack.encode(entries))
+
+    http: Any = SimpleNamespace(get=get)
+    mirror = LedgerMirror(http, cast(RelayDesk, desk))
+    with trio.fail_after(20):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        try:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(mirror.run)
+                await trio.testing.wait_all_tasks_blocked(0.05)
+                while not heard:  # noqa: ASYNC110 - a list gives no event
+                    await trio.sleep(0.01)
+                nursery.cancel_scope.cancel()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (heard, desk.ledger.entries(0, 9)) == ([4], [])
 
 
 async def test_follower_asks_the_next_relay_when_one_spoils_a_signature(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import struct
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -18,6 +19,7 @@ from node.ledger.segments import read_segments
 from protocol.errors import DataDirError, LedgerError, ProtocolError
 from protocol.identity import Identity
 from protocol.ledger import LedgerState, next_tip, open_entry
+from protocol.ledger_memory import LedgerMemory
 from protocol.records import AdmissionSpec
 from protocol.segments import segment_hash, split_segment
 
@@ -34,6 +36,17 @@ def opened(path: Path, *, mends: bool = False) -> Iterator[LedgerLog]:
         yield ledger
     finally:
         ledger.close()
+
+
+@contextmanager
+def files_limited(max_bytes: int) -> Iterator[None]:
+    """No file grows beyond this."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.fixture
@@ -193,6 +206,90 @@ def test_a_full_disk_leaves_no_gap(tmp_path: Path, entries: list[bytes], monkeyp
         assert ledger.entries(0, 9) == entries[:5]
     with opened(tmp_path / "ledger") as again:
         assert again.state.length == 5
+
+
+def test_what_the_disk_refused_is_written_without_any_further_entry(tmp_path: Path, entries: list[bytes]) -> None:
+    with opened(tmp_path / "ledger") as ledger:
+        with files_limited(0), pytest.raises(DataDirError, match="cannot write the ledger"):
+            ledger.append(entries[:2])
+        assert (ledger.state.length, ledger.entries(0, 9)) == (2, [])
+        with files_limited(0), pytest.raises(DataDirError, match="cannot write the ledger"):
+            ledger.flush()
+        ledger.flush()
+        assert ledger.entries(0, 9) == entries[:2]
+
+
+def test_an_index_without_room_has_no_hole(tmp_path: Path, entries: list[bytes]) -> None:
+    """An entry that fits into its segment's last block, while the index would have to grow."""
+    with opened(tmp_path / "ledger") as ledger:
+        ledger.append(entries[:2])
+        with files_limited(4096):
+            for _ in range(2):
+                with pytest.raises(DataDirError, match="index"):
+                    ledger.append(entries[ledger.state.length : 4])
+            assert (ledger.entries(0, 9), ledger.entries(2, 9)) == (entries[:2], [])
+        ledger.append(entries[4:])
+        assert ledger.entries(0, 99) == entries
+        assert ledger.ids(2, 5) == [open_entry(entry).id for entry in entries[2:5]]
+    with opened(tmp_path / "ledger") as again:
+        assert again.entries(0, 99) == entries
+
+
+def test_a_segment_that_cannot_be_read_back_is_written_once(
+    tmp_path: Path, entries: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full segment is hashed; its earlier part comes from a disk that fails."""
+
+    def broken(*_: object) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with opened(tmp_path / "ledger") as ledger:
+        for entry in entries[:3]:
+            ledger.append([entry])
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "pread", broken)
+            with pytest.raises(DataDirError, match="Input/output error"):
+                ledger.append(entries[3:6])
+        ledger.append(entries[6:])
+        assert ledger.entries(0, 99) == entries
+    with opened(tmp_path / "ledger") as again:
+        assert again.state.length == 18
+
+
+def test_a_replay_whose_memory_fails_leaves_no_gap(tmp_path: Path, entries: list[bytes]) -> None:
+    faults = [DataDirError("cannot read what the replay of the ledger remembers")]
+
+    def settle() -> None:
+        if state.length and faults:
+            raise faults.pop()
+
+    state = LedgerState(RUN, MANIFEST, memory=LedgerMemory(settle=settle))
+    with closing(LedgerLog(tmp_path / "ledger", state, segment_bytes=SMALL)) as ledger:
+        with pytest.raises(DataDirError, match="remembers"):
+            ledger.append(entries[:4])
+        ledger.append(entries[ledger.state.length : 4])
+        assert ledger.entries(0, 9) == entries[:4]
+    with opened(tmp_path / "ledger") as again:
+        assert again.state.length == 4
+
+
+@pytest.mark.parametrize("what", ["torn", "index"])
+def test_a_ledger_that_cannot_be_opened_says_so(filled: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has to be changed on opening cannot be: a torn end is cut off, an index that is garbage is made again."""
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    if what == "torn":
+        with segments(filled)[-1].open("ab") as file:
+            file.write(b"\0\0")
+        monkeypatch.setattr(os, "ftruncate", broken)
+        with pytest.raises(DataDirError, match=r"cannot open the ledger .*Input/output error"), opened(filled):
+            pass
+    else:
+        (filled / "index.sqlite").write_bytes(b"no database" * 100)
+        with files_limited(0), pytest.raises(DataDirError, match="cannot open the ledger's index"), opened(filled):
+            pass
 
 
 def test_mirror_takes_only_what_leads_to_the_signed_tip(tmp_path: Path, entries: list[bytes]) -> None:

@@ -16,7 +16,7 @@ from bench.synthetic_ledger import entries, manifest
 from node.dashboard.world import find_submission, submission_rows
 from node.ledger.memory import live_ledger, looked_at, newest, node_memory
 from node.ledger.rows import leaderboard, submissions_of
-from node.ledger.scratch import Scratch, ScratchMap, ScratchSet
+from node.ledger.scratch import Scratch, ScratchMap, ScratchSet, ScratchTips
 from node.relay.standing import standing_of
 from protocol.errors import DataDirError, LedgerError
 from protocol.ledger import LedgerState
@@ -255,6 +255,25 @@ def test_a_file_that_cannot_be_read_any_more_is_named(scratch, tmp_path):
     for ask in (lambda: numbers[0], lambda: numbers.look(0), lambda: 0 in numbers, lambda: list(numbers)):
         with pytest.raises(DataDirError, match="replay"):
             ask()
+
+
+def test_an_entry_that_is_being_applied_meets_no_fault(scratch, monkeypatch):
+    """What is added at its end is in memory; whoever reads hears that the file is damaged."""
+    monkeypatch.setattr("node.ledger.scratch.TIPS_AT_ONCE", 2)
+    digests, tips = ScratchSet(scratch, "digests"), ScratchTips(scratch, "tips")
+    added = [number.to_bytes(32) for number in range(100)]
+
+    @contextmanager
+    def damaged() -> Iterator[None]:
+        raise DataDirError("cannot read what the replay of the ledger remembers")
+        yield
+
+    monkeypatch.setattr(scratch, "writing", damaged)
+    for one in added:
+        digests.add(one)
+        tips.add(one)
+    assert [tips[at] for at in range(100)] == added
+    assert all(one in digests for one in added)
 
 
 def test_what_an_earlier_process_left_is_no_part_of_the_replay(ledger, tmp_path):

@@ -101,6 +101,38 @@ def test_a_full_disk_is_told_once_where_the_log_is_that_file(tmp_path, monkeypat
             root.info("there is room")
 
 
+def test_a_log_that_somebody_deletes_is_begun_anew(tmp_path):
+    """To make room on a full disk."""
+    with closing(BoundedLog(tmp_path / "x.log", max_bytes=10)) as log:
+        log.write(b"12345")
+        log.path.unlink()
+        for text in (b"67890", b"abcde", b"fghij"):
+            log.write(text)
+        assert log.path.read_bytes() == b"abcdefghij"
+
+
+def test_a_log_that_cannot_be_rotated_goes_on_when_it_can(tmp_path, monkeypatch, caplog):
+    """Once its name cannot be changed, once the new file cannot be opened."""
+    log, aside = BoundedLog(tmp_path / "x.log", max_bytes=10), tmp_path / "x.log.1"
+    with closing(log):
+        log.write(b"0123456789")
+        aside.mkdir()
+        for _ in range(3):
+            log.write(b"lost")
+        aside.rmdir()
+        with monkeypatch.context() as disk:
+            disk.setattr("pathlib.Path.open", no_inodes)
+            for _ in range(3):
+                log.write(b"lost")
+        log.write(b"there is room"[:10])
+        assert (aside.read_bytes(), log.path.read_bytes()) == (b"0123456789", b"there is r")
+    assert caplog.text.count("cannot be written") == 1
+
+
+def no_inodes(*_, **__):
+    raise OSError(28, "No space left on device")
+
+
 @pytest.fixture
 def json_lines():
     stream = io.StringIO()

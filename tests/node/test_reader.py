@@ -1,13 +1,16 @@
 """The reading child: honest files, hostile files, and whose fault a crash is."""
 
+import errno
 import os
 import sys
 
 import pytest
 import trio
 
+from node.compute import read_worker
+from node.compute.process import ChildDiskError
 from node.compute.reader import RolloutReader
-from protocol.errors import ComputeCrashed, ComputeError, MalformedError
+from protocol.errors import ComputeCrashed, ComputeError, DataDirError, MalformedError
 from protocol.rollouts import Rollout, write_rollouts
 
 LIMITS = {"max_rollouts": 64, "max_tokens": 256}
@@ -105,6 +108,22 @@ async def test_a_file_that_crashes_the_reader_twice_is_malformed(dying_reader, t
     """Attack: a file that kills the parser, so that its contributor is never judged."""
     with trio.fail_after(60), pytest.raises(MalformedError, match="crashes the reader"):
         await dying_reader.read(tmp_path / name, timeout_s=30)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOVERFLOW])
+def test_a_file_that_points_to_where_nothing_can_be_is_malformed(monkeypatch, tmp_path, number):
+    """Attack: the system's own error, so that a validator believes its disk to be broken and judges nobody."""
+
+    def seek_nowhere(path, **limits):
+        raise DataDirError("cannot read it") from OSError(number, "Invalid argument")
+
+    monkeypatch.setattr(read_worker, "read_rollouts", seek_nowhere)
+    assert "malformed" in read_worker.read(str(tmp_path / "file"), LIMITS)
+
+
+async def test_a_file_that_is_gone_is_this_machines_fault(reader, tmp_path):
+    with trio.fail_after(60), pytest.raises(ChildDiskError, match="No such file"):
+        await reader.read(tmp_path / "gone", timeout_s=50, **LIMITS)
 
 
 async def test_being_killed_from_outside_is_nobodys_file(dying_reader, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ from relay_world import (
     submission_of,
 )
 
+from node.relay import role
 from node.relay.desk import RelayDesk
-from node.relay.door import DoorLimits
+from node.relay.door import BUDGET, DoorLimits
 from node.relay.role import RelayParts, RelayRole, public_url
 from node.relay.store import RelayStore
 from node.relay_client import RelayClient
@@ -212,6 +214,31 @@ async def test_manifest_comes_from_the_dht_before_the_trainer_comes(border: Bord
             await until(lambda: parts.desk.manifest)
             assert (await client_of(border, url).manifest()).id == MANIFEST.id
             assert parts.board.snapshot()["activity"] == "the run's trainer to find this relay"
+            nursery.cancel_scope.cancel()
+    close(parts)
+
+
+async def test_a_full_disk_ends_no_relay(
+    border: Border, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It keeps neither what was sent today nor the run's manifest, goes on, and keeps both once there is room."""
+    for name in ("BUDGET_SAVE_S", "MANIFEST_RETRY_S"):
+        monkeypatch.setattr(role, name, 0.02)
+    discovery = FakeDiscovery()
+    parts, limits = make_parts(border, tmp_path / "relay", discovery), resource.getrlimit(resource.RLIMIT_FSIZE)
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            url = await nursery.start(RelayRole(parts).run)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+            try:
+                discovery.manifest = MANIFEST
+                await until(lambda: "traffic of today not kept" in caplog.text)
+                await until(lambda: "manifest not kept" in caplog.text)
+                assert (await client_of(border, url).info()).run == str(RUN)
+                assert parts.desk.manifest is None
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            await until(lambda: parts.desk.manifest and parts.store.document(BUDGET))
             nursery.cancel_scope.cancel()
     close(parts)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -44,6 +46,17 @@ def keep(store: RelayStore, submission: Signed[Submission], content: bytes = CON
 
 def files_under(directory: Path) -> list[str]:
     return sorted(path.parent.name for path in directory.rglob("*") if path.is_file() and "sqlite" not in path.name)
+
+
+@contextmanager
+def full_disk(*, room: int = 0) -> Iterator[None]:
+    """No file grows beyond `room` bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def content_of(store: RelayStore, submission: Signed[Submission]) -> bytes:
@@ -240,3 +253,57 @@ def test_who_waits_for_one_contributor_is_told_from_memory(
     again = RelayStore(tmp_path / "again", max_bytes=1 << 30)
     assert again.newest(alice.peer_id.public_key) == 0
     again.close()
+
+
+def test_a_file_whose_record_the_disk_does_not_take_is_not_kept_either(
+    store: RelayStore, tmp_path: Path, alice: Identity
+) -> None:
+    """It would be counted, served and pruned by nobody until a restart."""
+    submission = submission_of(alice, CONTENT)
+    with store.upload(submission) as upload:
+        upload.write(CONTENT)
+        with pytest.raises(DataDirError), full_disk(room=len(CONTENT)):
+            upload.keep(lambda: b"r")
+    assert files_under(tmp_path) == []
+    assert keep(store, submission) == b"r"
+    assert content_of(store, submission) == CONTENT
+
+
+def test_no_receipt_is_given_for_a_file_that_went_with_another_upload_of_the_same(
+    store: RelayStore, tmp_path: Path, alice: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two at once the disk takes the record of neither: one fails after the other has named its file."""
+    submission = submission_of(alice, CONTENT)
+
+    def fails() -> bytes:
+        raise DataDirError("no space is left")
+
+    def meanwhile(directory: Path) -> None:
+        monkeypatch.undo()
+        with pytest.raises(DataDirError):
+            first.keep(fails)
+
+    with store.upload(submission) as first, store.upload(submission) as second:
+        for upload in (first, second):
+            upload.write(CONTENT)
+        monkeypatch.setattr("node.relay.store.sync_directory", meanwhile)
+        with pytest.raises(RefusedError) as caught:
+            second.keep(lambda: b"r")
+    assert caught.value.code == "disk-full"
+    assert store.receipt(submission.id) is None
+    assert keep(store, submission) == b"r"
+    assert content_of(store, submission) == CONTENT
+
+
+def test_files_that_were_half_pruned_are_pruned_later_and_counted_until_then(
+    store: RelayStore, tmp_path: Path, alice: Identity
+) -> None:
+    """The disk takes the first few changes: some records would say that their file is gone, and the quota would not."""
+    for index in range(32):
+        keep(store, submission_of(alice, CONTENT, index=index))
+    log = (tmp_path / "relay.sqlite-wal").stat().st_size
+    with pytest.raises(DataDirError), full_disk(room=log + 4 * 4120):
+        store.prune(9)
+    assert store.stats().file_bytes == 32 * len(CONTENT)
+    assert store.prune(9) == 32
+    assert store.stats().file_bytes == 0

@@ -92,6 +92,37 @@ def test_what_was_seen_survives_a_restart_and_is_counted_once(tmp_path):
     assert late[-1] is not None
 
 
+def test_whatever_comes_again_is_counted_once(tmp_path):
+    """Two submissions of a contributor are judged in turns, again and again, by one without room for verdicts."""
+    path, works = tmp_path / "docket.sqlite", [make_submission(ALICE, b"r" * 32, index=n) for n in range(2)]
+    for work in works * 50:
+        suspicions = Suspicions(path)
+        found = suspicions.weigh(work, TOLERANCE, evidence=[(0.004, 0.3, 0.0)] * 4)
+        assert suspicions.update(work, TOLERANCE, evidence=[(0.004, 0.3, 0.0)] * 4) is None
+        assert found is None
+        suspicions.close()
+
+
+def test_what_is_known_as_counted_is_bounded(hand_in, suspicions, monkeypatch):
+    monkeypatch.setattr("node.validator.suspicion.MAX_COUNTED", 5)
+    latest = make_submission(BOB, b"r" * 32)
+    suspicions.update(latest, TOLERANCE, evidence=HONEST)
+    for _ in range(20):
+        hand_in(ALICE, HONEST)
+    state = suspicions._read(BOB.peer_id.public_key)
+    suspicions.update(latest, TOLERANCE, evidence=HONEST)
+    assert suspicions._read(BOB.peer_id.public_key) == state
+    assert suspicions._db.row("SELECT COUNT(*) FROM counted") == (5,)
+
+
+def test_weighing_writes_nothing(suspicions):
+    work = make_submission(ALICE, b"r" * 32)
+    found = [suspicions.weigh(work, TOLERANCE, evidence=[(0.4, 16.0, 0.4)] * 200) for _ in range(2)]
+    assert found[0] is not None
+    assert found[0] == found[1]
+    assert suspicions.update(make_submission(ALICE, b"r" * 32, index=1), TOLERANCE, evidence=HONEST) is None
+
+
 def test_a_submission_without_evidence_changes_nothing(hand_in):
     assert hand_in(ALICE, []) is None
 

@@ -65,6 +65,9 @@ class Collector(FakeCollector):
     def file(self, key: bytes) -> Path:
         return self.directory / key.hex()
 
+    def discard(self, key: bytes) -> None:
+        self.file(key).unlink(missing_ok=True)
+
     async def wait_changed(self) -> None:
         await self.changed.wait()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from factories import OPERATOR, make_manifest, make_submission, make_verdict, se
 from node.ledger.log import LedgerLog
 from node.status import StatusBoard
 from node.trainer.monitor import Monitor
-from node.trainer.role import TrainerParts, TrainerRole
+from node.trainer.role import BEAT_S, TrainerParts, TrainerRole
 from protocol.envelope import Signed, open_envelope
 from protocol.errors import DataDirError
 from protocol.identity import Identity
@@ -55,6 +56,7 @@ class FakeRelay:
     def __init__(self, *, ledger_length: int, ledger_tip: bytes) -> None:
         self.peer_id, self.url = Identity.from_phrase("relay").peer_id, "https://relay.example"
         self.introduced, self.told = trio.Event(), trio.Event()
+        self.heads: list[Head] = []
         self._head = Head(
             run_id=MANIFEST.id,
             sequence=5,
@@ -77,7 +79,8 @@ class FakeRelay:
         self.introduced.set()
         return 5
 
-    async def post_head(self, _: bytes) -> int:
+    async def post_head(self, head: bytes) -> int:
+        self.heads.append(open_envelope(head, Head).record)
         self.told.set()
         return 5
 
@@ -113,7 +116,13 @@ def ledger(tmp_path: Path) -> LedgerLog:
 
 
 def trainer(
-    ledger: LedgerLog, directory: Path, *, step: int, relay: FakeRelay | None = None, board: StatusBoard | None = None
+    ledger: LedgerLog,
+    directory: Path,
+    *,
+    step: int,
+    relay: FakeRelay | None = None,
+    board: StatusBoard | None = None,
+    collector: FakeCollector | None = None,
 ) -> TrainerRole:
     board = board or StatusBoard(role="trainer", peer_id=OPERATOR.peer_id, run="test")
     parts: Any = {
@@ -122,7 +131,7 @@ def trainer(
         "swarm": FakeSwarm(*([relay] if relay else [])),
         "store": FakeStore(),
         "ledger": ledger,
-        "collector": FakeCollector(),
+        "collector": collector or FakeCollector(),
         "compute": FakeCompute(step),
         "reader": None,
         "monitor": Monitor(MetricsLog(directory / "training.jsonl"), board),
@@ -186,6 +195,47 @@ async def test_trainer_keeps_the_head_that_it_signed_last(ledger: LedgerLog, tmp
             nursery.cancel_scope.cancel()
     head = open_envelope((ledger.path / "head").read_bytes(), Head).require_author(OPERATOR.peer_id)
     assert (head.record.ledger_length, head.record.ledger_tip) == (2, ledger.state.tip)
+
+
+class CollectorOnAFullDisk(FakeCollector):
+    """Enters work that the disk refuses. The node's end then waits for a thread, such as one that hashes a policy."""
+
+    def __init__(self, ledger: LedgerLog, relay: FakeRelay) -> None:
+        self.ledger, self.relay = ledger, relay
+
+    async def run(self) -> None:
+        await self.relay.told.wait()
+        submission = make_submission(Identity.from_phrase("bob"), MANIFEST.id)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        try:
+            self.ledger.append([submission.data, make_verdict(submission).data])
+        finally:
+            with trio.CancelScope(shield=True):
+                await trio.sleep(3 * BEAT_S)
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+async def test_no_head_names_an_entry_that_the_disk_refused(
+    ledger: LedgerLog, tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Relays would hold it against the trainer at every later start, as a fork."""
+    relay = FakeRelay(ledger_length=0, ledger_tip=MANIFEST.id)
+    role = trainer(ledger, tmp_path, step=0, relay=relay, collector=CollectorOnAFullDisk(ledger, relay))
+    with trio.fail_after(60), pytest.raises(ExceptionGroup) as caught:
+        await role.run()
+    assert caught.value.subgroup(DataDirError) is not None
+    ledger.close()
+    again = LedgerLog(tmp_path / "ledger", LedgerState(MANIFEST.id, MANIFEST.record))
+    assert relay.heads
+    assert all(again.state.tip_at(head.ledger_length) == head.ledger_tip for head in relay.heads)
+    relay.introduced, relay.told = trio.Event(), trio.Event()
+    relay._head = relay.heads[-1]
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trainer(again, tmp_path, step=0, relay=relay).run)
+            await relay.introduced.wait()  # once there is room, the run goes on
+            nursery.cancel_scope.cancel()
 
 
 async def test_last_status_is_what_the_ledger_holds(ledger: LedgerLog, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,6 +142,27 @@ def test_excuse_from_the_costly_checks_holds_once_the_ledger_has_it() -> None:
     assert [court.turns(case)[one] for one in others] == ["later", "later"]
     court.beat(REPLACE_HEADS)
     assert [court.turns(case)[one] for one in others].count("now") == 1
+
+
+def test_verdicts_may_come_into_the_ledger_while_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread extends the ledger, and a verdict takes the place of an earlier one of the same validator."""
+    court = Court(quorum=2, judges=4)
+    court.beat()
+    case = court.case()
+    verdicts: dict[Any, Any] = {}
+
+    class Replacing:
+        author = JUDGES[1].peer_id
+
+        @property
+        def record(self) -> Any:
+            verdicts[JUDGES[2].peer_id] = self
+            return SimpleNamespace(outcome="accept")
+
+    verdicts[JUDGES[1].peer_id] = Replacing()
+    monkeypatch.setattr("node.validator.bench.looked_at", lambda *_: SimpleNamespace(verdicts=verdicts))
+    assert "never" not in court.turns(case).values()
+    assert len(verdicts) == 2
 
 
 @pytest.mark.parametrize("reason", ["no beacon", "missed"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,14 @@ from factories import make_tolerance
 from relay_world import MANIFEST, submission_of
 from validator_world import World, accepting, publish, world
 
+from node.compute.process import ChildDiskError, NoChildError
 from node.feeds import Feeds
 from node.inference.outbox import Outbox
 from node.relay_client import RelayClient
-from node.validator import draws, role
+from node.status import StatusBoard
+from node.validator import draws, own_faults, role
+from node.validator.docket import Docket
+from node.validator.own_faults import OwnFaults
 from protocol.draw import beacon_of, check_rate, is_drawn, is_first_after
 from protocol.envelope import Signed, open_envelope
 from protocol.errors import DataDirError, RefusedError
@@ -190,6 +195,14 @@ async def test_any_file_gets_a_verdict_and_the_contributor_learns_the_reason(tmp
     assert item.signed.record.reason.startswith("schema: ")
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little time passes until a validator tries again."""
+    monkeypatch.setattr(own_faults, "RETRY_S", 0.02)
+    monkeypatch.setattr(role, "RETRY_S", 0.02)
+
+
+@pytest.mark.usefixtures("impatient")
 async def test_a_full_disk_of_the_validators_costs_the_contributor_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +218,109 @@ async def test_a_full_disk_of_the_validators_costs_the_contributor_nothing(
         async with world(tmp_path) as made:
             assert (await made.verdict(await made.submit(ALICE, 0))).outcome == "accept"
     assert next(refusals, False) is False
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_verdict_that_finds_no_room_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add, refusals = Docket.add, iter([True, True])
+
+    def no_room(docket: Docket, verdict: Signed[Verdict]) -> None:
+        if next(refusals, False):
+            raise DataDirError("cannot use the docket: database or disk is full")
+        add(docket, verdict)
+
+    monkeypatch.setattr(Docket, "add", no_room)
+    with trio.fail_after(20):
+        async with world(tmp_path) as made:
+            assert (await made.verdict(await made.submit(ALICE, 0))).outcome == "accept"
+    assert next(refusals, False) is False
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_without_room_nothing_is_fetched_or_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_faults, "ROOM_BYTES", 1 << 62)
+    fetch, fetched = RelayClient.file, []
+
+    async def noted(client: RelayClient, submission: Signed[Submission], path: Path) -> None:
+        fetched.append(submission.id)
+        await fetch(client, submission, path)
+
+    monkeypatch.setattr(RelayClient, "file", noted)
+    with trio.fail_after(20):
+        async with world(tmp_path) as made:
+            submission = await made.submit(ALICE, 0)
+            while "bytes of room" not in made.board.snapshot()["activity"]:  # noqa: ASYNC110 - a board gives no event
+                await trio.sleep(0.01)
+            assert (fetched, made.screening.asked, made.docket.judged(submission.id)) == ([], [], False)
+            monkeypatch.setattr(own_faults, "ROOM_BYTES", 0)
+            assert (await made.verdict(submission)).outcome == "accept"
+
+
+async def test_file_that_no_run_has_is_not_looked_for_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A contributor signs for more bytes than any disk has, and a relay of its own for having them: nobody waits."""
+    monkeypatch.setattr(role, "max_file_bytes", lambda manifest: 4)
+    with trio.fail_after(20):
+        async with world(tmp_path) as made:
+            verdict = await made.verdict(await made.submit(ALICE, 0, content=b"large"))
+            assert (verdict.outcome, verdict.hard) == ("reject", True)
+            assert verdict.reason == "schema: a rollout file of 5 bytes; this run's files have at most 4"
+            assert (await made.verdict(await made.submit(BOB, 0))).outcome == "accept"
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_evidence_counts_once_however_often_its_verdict_finds_no_room(tmp_path: Path) -> None:
+    """Two submissions of a contributor are judged side by side, again and again, while the disk is full."""
+    long = [answers(nats=1.0, tag=tag)[0] for tag in range(40)]
+    with trio.fail_after(20):
+        async with world(tmp_path) as made:
+            made.screening.answer = lambda submission: accepting(answers=long)
+            made.compute.answer = lambda submission: accepting(evidence=[[0.0, 0.0, 0.0]] * 5)
+            made.answers._db.row("PRAGMA max_page_count = 1")  # what it has is kept: it only grows no more
+            handed_in = [await made.submit(ALICE, index) for index in range(2)]
+            while [one.index for one in made.compute.asked].count(1) < 3:  # noqa: ASYNC110
+                await trio.sleep(0.01)
+            assert not any(made.docket.judged(one.id) for one in handed_in)
+            made.answers._db.row("PRAGMA max_page_count = 1000000")
+            assert [(await made.verdict(one)).outcome for one in handed_in] == ["accept", "accept"]
+            assert made.suspicions._read(ALICE.peer_id.public_key).soft[0].values == 10
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ChildDiskError("DataDirError: cannot read it"),
+        NoChildError("the engine cannot be started"),
+        OSError(errno.EROFS, "Read-only file system"),
+    ],
+    ids=["disk of a child", "no child", "disk"],
+)
+async def test_fault_of_this_computer_is_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    monkeypatch.setattr(role, "GIVE_UP_S", 0.0)
+    faults = iter([fault] * 4)
+
+    def answer(submission: Submission) -> dict[str, Any]:
+        for one in faults:
+            raise one
+        return accepting()
+
+    with trio.fail_after(20):
+        async with world(tmp_path) as made:
+            made.compute.answer = answer
+            assert (await made.verdict(await made.submit(ALICE, 0))).outcome == "accept"
+            assert len(made.compute.asked) == 5
+
+
+async def test_nothing_begins_for_a_while_after_a_fault_of_this_computer(autojump_clock: Any) -> None:
+    faults, board = OwnFaults(), StatusBoard(role="validator", peer_id=ALICE.peer_id, run="test")
+    await faults.wait(board)
+    assert trio.current_time() == 0
+    faults.met(DataDirError("cannot write it", hint="make room"))
+    await faults.wait(board)
+    assert trio.current_time() == own_faults.RETRY_S
+    assert "cannot write it; make room" in board.snapshot()["activity"]
 
 
 async def test_crash_is_forgiven_once_and_then_undecided(tmp_path: Path) -> None:

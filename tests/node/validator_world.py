@@ -125,6 +125,8 @@ class World:
         self.tmp_path, self.aio, self.http, self.relays = tmp_path, aio, http, relays
         self.screening, self.compute = FakeChild("screen"), FakeChild("judge")
         self.docket = Docket(tmp_path / "docket.sqlite")
+        self.answers = AnswerIndex(tmp_path / "answers.sqlite")
+        self.suspicions = Suspicions(tmp_path / "docket.sqlite")
         self.store = CheckpointStore(tmp_path / "checkpoints")
         self.board = StatusBoard(role="validator", peer_id=VALIDATOR.peer_id, run=str(RUN))
         self.shelves: list[CheckpointStore] = []
@@ -234,8 +236,8 @@ async def _start_validator(
         screening=made.screening,
         reader=reader or FakeReader(),
         docket=made.docket,
-        answers=AnswerIndex(made.tmp_path / "answers.sqlite"),
-        suspicions=Suspicions(made.tmp_path / "docket.sqlite"),
+        answers=made.answers,
+        suspicions=made.suspicions,
         ledger=ledger,
         feeds=feeds,
         board=made.board,

@@ -266,6 +266,41 @@ async def test_a_file_for_which_the_disk_has_no_room_is_this_nodes_fault(tmp_pat
             assert (tmp_path / "file").read_bytes() == content
 
 
+async def test_a_disk_that_became_read_only_in_a_download_is_this_nodes_fault(tmp_path, monkeypatch):
+    """It does not let go of the part that it has, either."""
+    content, limits = bytes(100_000), resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def read_only(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    async def give(request):
+        return web.Response(body=content)
+
+    with trio.fail_after(10):
+        async with serving([web.get("/", give)]) as (http, url, _):
+            sizes = {"expected_bytes": len(content), "expected_sha256": bytes(32)}
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+            try:
+                with monkeypatch.context() as disk:
+                    disk.setattr(os, "unlink", read_only)
+                    with pytest.raises(DataDirError, match="cannot write"):
+                        await http.get_to_file(url, tmp_path / "file", **sizes)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+async def test_a_servers_full_disk_is_said_without_its_paths():
+    async def no_room(request):
+        raise DataDirError("cannot use /home/carol/relay: database or disk is full", hint="df -h /home/carol")
+
+    with trio.fail_after(10):
+        async with serving([web.post("/", no_room)]) as (http, url, _):
+            with pytest.raises(RefusedError) as caught:
+                await http.post(url, b"")
+            assert caught.value.code == "disk-full"
+            assert "/home" not in f"{caught.value}"
+
+
 async def test_a_network_without_a_route_is_a_relay_error(tmp_path, monkeypatch):
     def unreachable(*_):
         raise OSError(errno.ENETUNREACH, "Network is unreachable")

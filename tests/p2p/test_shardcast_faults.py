@@ -173,7 +173,7 @@ async def test_a_disk_without_room_for_the_manifest_is_this_nodes_fault(world, t
         real, refused = Path.write_bytes, []
 
         def write_bytes(path, data):
-            if path.name == MANIFEST and path.is_relative_to(tmp_path / "node") and not refused:
+            if path.name.startswith(MANIFEST) and path.is_relative_to(tmp_path / "node") and not refused:
                 refused.append(path)
                 world.notify()
                 raise OSError(errno.ENOSPC, "No space left on device")

@@ -3,7 +3,9 @@
 import hashlib
 import itertools
 import os
+import resource
 import struct
+from contextlib import contextmanager
 
 import msgspec
 import pytest
@@ -18,6 +20,7 @@ from shardcast_world import (
     shard_bytes_of,
 )
 
+from p2p.shardcast.entries import MANIFEST
 from p2p.shardcast.store import CheckpointStore
 from protocol.checkpoint import content_digest
 from protocol.envelope import open_envelope, seal
@@ -30,6 +33,16 @@ async def published(tmp_path):
     """A trainer's store with one checkpoint, and its manifest."""
     store = CheckpointStore(tmp_path / "trainer")
     return store, await publish(store, make_policy(tmp_path / "policy"))
+
+
+@contextmanager
+def full_disk():
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def copy_shards(trainer, manifest, partial, shards):
@@ -54,6 +67,16 @@ async def test_publishing_again_changes_nothing(published, tmp_path):
     again = CheckpointStore(tmp_path / "trainer")
     assert await publish(again, tmp_path / "policy") == manifest
     assert again.complete() == [(1, manifest.id)]
+
+
+async def test_a_policy_that_finds_no_room_is_published_later(tmp_path):
+    """Its files are links, so that the manifest is what does not fit."""
+    store, policy = CheckpointStore(tmp_path / "trainer"), make_policy(tmp_path / "policy")
+    with full_disk(), pytest.raises(DataDirError, match="step 1 cannot be published"):
+        await publish(store, policy)
+    assert store.complete() == []
+    manifest = await publish(store, policy)
+    assert CheckpointStore(tmp_path / "trainer").complete() == [(1, manifest.id)]
 
 
 @pytest.mark.parametrize("names", [[], ["empty"], ["a b", "x"], ["x", "X"]])
@@ -88,6 +111,25 @@ async def test_a_download_is_resumed_after_a_kill_without_its_verified_shards(pu
         directory = await reopened.install(manifest.id)
     assert contents(directory) == contents(trainer.local_dir(manifest.id))
     assert CheckpointStore(tmp_path / "node").complete() == [(1, manifest.id)]
+
+
+@pytest.mark.parametrize("cause", ["a full disk", "a power cut"])
+async def test_a_manifest_that_is_not_whole_costs_no_shard(published, tmp_path, cause):
+    trainer, manifest = published
+    plan, store = trainer.newest_plan(0), CheckpointStore(tmp_path / "node")
+    with store.begin(plan) as partial:
+        store.learn(plan.id, trainer.progress(plan.id).parts[0])
+        count = len(trainer.progress(plan.id).parts[0].record.shards)
+        copy_shards(trainer, manifest, partial, range(count))
+    if cause == "a full disk":
+        with full_disk(), pytest.raises(OSError, match="too large"):
+            store.close(manifest)
+    else:
+        store.close(manifest)
+        (partial.directory / MANIFEST).write_bytes(b"")
+    with CheckpointStore(tmp_path / "node").begin(manifest) as partial:
+        assert partial.missing() == list(range(count, 8))
+        copy_shards(trainer, manifest, partial, partial.missing())
 
 
 async def test_a_truncated_partial_file_is_noticed_at_the_restart(published, tmp_path):

@@ -74,6 +74,8 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(old, new, key, nea
         ("rollouts_per_step = 256", "rollouts_per_step = 0", "batch.rollouts_per_step"),
         ("updates_per_step = 2", "updates_per_step = 300", "updates_per_step is larger"),
         ("[loss]", "[loss", "not valid TOML"),
+        ("rollouts_per_step = 256", f"rollouts_per_step = {'9' * 5000}", "not valid TOML: Exceeds the limit"),
+        ("[loss]", f"[environment.parameters.{'a.' * 3000}a]\n[loss]", "lie too deep within one another"),
         ('dtype = "bfloat16"', 'dtype = "float16"', "policy.dtype"),
         ('dtype = "bfloat16"', 'dtype = "float32"\ncompute = "bfloat16"', "other weights than it publishes"),
         ('dtype = "bfloat16"', "processes = 0", "policy.processes"),
