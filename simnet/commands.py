@@ -17,9 +17,9 @@ from typing import Protocol
 
 from protocol.errors import NodeError
 from simnet.interrupts import shielded
+from simnet.leftovers import mark
 from simnet.network import LOOPBACK
-from simnet.processes import send
-from simnet.proxy import NODE_VARIABLE
+from simnet.processes import NODE_VARIABLE, send
 from simnet.scenario import NodePlan
 
 SETUP_TIMEOUT_S = 120.0
@@ -164,4 +164,5 @@ def environment_of(plan: NodePlan, *, hook: Path | None = None) -> dict[str, str
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(plan.threads),
         NODE_VARIABLE: plan.name,
+        **mark(plan.name),
     }

@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from protocol.atomic import write_atomically
 from protocol.errors import ConfigError
+from simnet.files import bytes_of
 from simnet.markup import format_bytes, format_delay, format_seconds
 from simnet.summary import FORMAT, Report
 
@@ -80,14 +81,11 @@ def compare_reports(a: Path, b: Path) -> Comparison:
 def load_report(path: Path) -> Report:
     """A report.json. Raises ConfigError that says what is wrong with it."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_REPORT_BYTES + 1)
+        data = bytes_of(path, "a report", max_bytes=MAX_REPORT_BYTES)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror}", hint="name a report.json, or the directory that holds one"
         ) from error
-    if len(data) > MAX_REPORT_BYTES:
-        raise ConfigError(f"{path} is larger than {MAX_REPORT_BYTES} bytes; a report never is")
     try:
         found = msgspec.json.decode(data, type=_Format).format
         if found != FORMAT:

@@ -13,7 +13,7 @@ import msgspec
 from protocol.errors import ConfigError
 from simnet.names import nearest
 from simnet.scenario import Fault, Scenario
-from simnet.timeline import EFFECTS, UNDO, clock_of, plan_faults
+from simnet.timeline import EFFECTS, UNDO, clock_of, left_in, plan_faults
 
 _BEGIN_ON_DISKS: Final = ("disk-full", "disk-slow")
 
@@ -27,12 +27,15 @@ def check_faults(scenario: Scenario) -> None:
     _check_draws_end(scenario)
     _check_order(scenario, fixed, "")
     _check_moments(scenario, fixed)
+    _check_queues(scenario, fixed, "")
 
 
 def check_plan(scenario: Scenario, seed: int) -> None:
     """Refuse what a seed draws that cannot happen to a node by then. Raises ConfigError."""
     if scenario.random:
-        _check_order(scenario, plan_faults(scenario, seed), f", with --seed {seed}")
+        faults, drawn = plan_faults(scenario, seed), f", with --seed {seed}"
+        _check_order(scenario, faults, drawn)
+        _check_queues(scenario, faults, drawn)
 
 
 def _check_each_fault(scenario: Scenario) -> None:
@@ -117,9 +120,7 @@ def _check_order(scenario: Scenario, faults: tuple[Fault, ...], seed: str) -> No
                 f"scenario {scenario.name!r}{seed}: {fault.node} cannot {fault.action}, it is {why_not} by then",
                 hint="draw from a range in which nothing else keeps it away, or take another --seed" if seed else "",
             )
-        effect = EFFECTS[fault.action]
-        if fault.for_s is None:
-            states[fault.node][effect.on] = effect.after
+        states[fault.node][EFFECTS[fault.action].on] = left_in(fault)
 
 
 def _hindered(states: dict[str, str], fault: Fault) -> str:
@@ -137,6 +138,24 @@ def _check_moments(scenario: Scenario, faults: tuple[Fault, ...]) -> None:
         what = f"{fault.node} is to {fault.action}"
         _check_moment(scenario, what, fault.at_s, fault.at_step)
         _check_undone(scenario, what, fault.at_s, fault.for_s)
+
+
+def _check_queues(scenario: Scenario, faults: tuple[Fault, ...], seed: str) -> None:
+    """Refuse what waits past the end for what comes to its node before: each is undone before the next strikes.
+
+    By when at the latest nobody knows (a node takes its time to leave, and a run to come to a step): by when at best.
+    """
+    free_s: dict[str, float] = {}
+    until_s = scenario.until.timeout_s
+    for fault in faults:
+        begins_s = max(fault.at_s or 0.0, free_s.get(fault.node, 0.0))
+        free_s[fault.node] = begins_s + (fault.for_s or 0.0)
+        if free_s[fault.node] > until_s:
+            raise ConfigError(
+                f"scenario {scenario.name!r}{seed}: {fault.node} is to {fault.action}, and with what comes before "
+                f"that lasts until {free_s[fault.node]:g} s or longer, but [until] timeout_s is {until_s:g}",
+                hint="have less happen to one node, for a shorter time, or raise timeout_s",
+            )
 
 
 def _check_moment(scenario: Scenario, what: str, at_s: float | None, at_step: int | None) -> None:

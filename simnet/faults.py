@@ -6,7 +6,7 @@ while is undone before the next.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Final, Literal, Protocol
 
@@ -41,32 +41,74 @@ class FaultPlan:
     def __init__(self, faults: Iterable[Fault]) -> None:
         self.missed: list[Fault] = []
         """Those whose moment came when their node was not there: they were left out, and are not undone."""
+        self.struck = 0
+        """How many of those that were planned struck; what undoes one is not counted."""
         self._queues: dict[str, deque[Fault]] = {}
+        self._undoing: dict[str, Fault] = {}
+        """What has to be taken back at a node before anything else happens to it."""
         for fault in faults:
             self._queues.setdefault(fault.node, deque()).append(fault)
+        self.planned = sum(map(len, self._queues.values()))
 
     def strike(self, apply: Apply, *, step: int, elapsed_s: float) -> list[Fault]:
         """Apply every fault that is due; those that were applied, in the order in which they were."""
         done = []
-        for queue in self._queues.values():
-            while queue and _due(queue[0], step, elapsed_s) and (struck := apply(queue[0])) != "not yet":
-                fault = queue.popleft()
-                if struck == "missed":
+        for node in self._queues:
+            while (fault := self._next(node)) and _due(fault, step, elapsed_s) and (came := apply(fault)) != "not yet":
+                planned = self._take(node)
+                if came == "missed":
                     self.missed.append(fault)
                     continue
                 done.append(fault)
-                self._begin(fault, queue, elapsed_s)
+                if planned:
+                    self._begin(fault, elapsed_s)
         return done
+
+    @property
+    def waiting(self) -> list[Fault]:
+        """Those that were planned and whose turn has not come."""
+        return [fault for queue in self._queues.values() for fault in queue]
+
+    @property
+    def undoing(self) -> list[Fault]:
+        """What would still take back those that struck."""
+        return list(self._undoing.values())
+
+    def shortfalls(self) -> list[str]:
+        """What was planned and has not come about, for people."""
+        said = []
+        if waiting := self.waiting:
+            said.append(f"{len(waiting)} of {self.planned} planned faults never struck: {_whose(waiting)}")
+        if undoing := self.undoing:
+            said.append(f"struck and was not undone by the end: {_whose(undoing)}")
+        return said
 
     def will_join(self, node: str) -> bool:
         """Whether a node that is gone is meant to come back: also one for which there is no room, once there is."""
-        return any(fault.action in ("join", "disk-free") for fault in self._queues.get(node, ()))
+        return any(one.node == node and one.action in ("join", "disk-free") for one in (*self.undoing, *self.waiting))
 
-    def _begin(self, fault: Fault, queue: deque[Fault], elapsed_s: float) -> None:
+    def _next(self, node: str) -> Fault | None:
+        queue = self._queues[node]
+        return self._undoing.get(node) or (queue[0] if queue else None)
+
+    def _take(self, node: str) -> bool:
+        """Take the next one away; whether it was planned, rather than to undo one that was."""
+        if self._undoing.pop(node, None):
+            return False
+        self._queues[node].popleft()
+        return True
+
+    def _begin(self, fault: Fault, elapsed_s: float) -> None:
+        self.struck += 1
         if fault.action == "restart":
-            queue.appendleft(Fault(node=fault.node, action="join", at_s=elapsed_s))
+            self._undoing[fault.node] = Fault(node=fault.node, action="join", at_s=elapsed_s)
         elif fault.for_s is not None:
-            queue.appendleft(undone(fault, at_s=elapsed_s + fault.for_s))
+            self._undoing[fault.node] = undone(fault, at_s=elapsed_s + fault.for_s)
+
+
+def _whose(faults: list[Fault]) -> str:
+    counts = Counter(fault.node for fault in faults)
+    return ", ".join(f"{node} ({count})" if count > 1 else node for node, count in counts.items())
 
 
 def _due(fault: Fault, step: int, elapsed_s: float) -> bool:

@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
@@ -57,7 +57,8 @@ class Fleet:
         self._scenario = scenario
         self._commands = commands
         self._seed = seed
-        ports = iter(free_ports(2 * len(scenario.nodes())))
+        drawn = free_ports(2 * len(scenario.nodes()))
+        ports = iter(drawn)
         self.members = {
             plan.name: Member(plan, out_dir / "nodes" / plan.name, "", next(ports), next(ports))
             for plan in scenario.nodes()
@@ -68,7 +69,7 @@ class Fleet:
             member.inside = partial(self._inside, name)
         serving = [member for member in self.members.values() if member.plan.role in SERVING]
         ports_of = {member.plan.name: (member.p2p_port, member.http_port) for member in serving}
-        self._network = make_network(scenario, ports_of, free_ports)
+        self._network = make_network(scenario, ports_of, partial(free_ports, taken=drawn))
         self._disks = Disks(
             {name: (one.data_dir, one.plan.disk_mb) for name, one in self.members.items() if one.plan.disk_mb}
         )
@@ -132,8 +133,8 @@ class Fleet:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+            member.started_s, member.started_ms = time.monotonic(), time.time_ns() // 1_000_000
             member.ended_by = DISK_FULL if member.disk_full else ""
-        member.started_s, member.started_ms = time.monotonic(), time.time_ns() // 1_000_000
         self._disks.begun(name, [member.process.pid])
         if member.plan.nice:
             with suppress(ProcessLookupError, PermissionError):
@@ -339,12 +340,14 @@ class Fleet:
         return ProcessTable().alive(key for member in self.members.values() for key in member.offspring)
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on now, all different."""
+def free_ports(count: int, *, taken: Collection[int] = ()) -> list[int]:
+    """Ports that nothing listens on now, all different, and none of those that somebody is to listen on."""
     found: list[int] = []
     for port in random.sample(_PORTS, k=len(_PORTS)):
         if len(found) == count:
             break
+        if port in taken:
+            continue
         with socket.socket() as probe, suppress(OSError):
             probe.bind((LOOPBACK, port))
             found.append(port)

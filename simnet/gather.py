@@ -139,6 +139,8 @@ class Life(Struct):
     """When the first one was read: then its programs were loaded, and it began to work with others."""
     final: bool = False
     """Whether the status is what the node wrote as it ended."""
+    refused_ms: dict[str, int] = {}
+    """When each count of what was refused of it was last seen to grow, by the reason."""
     silences: list[tuple[int, int]] = []
     """From when until when it ran and gave no status, where that was for `SILENT_MS` or longer."""
 
@@ -211,7 +213,13 @@ class Recording(Struct):
     problem: str = ""
     """Why the simulation could not go on."""
     faults: list[FaultMark] = []
+    faults_planned: int = 0
+    faults_struck: int = 0
+    """Of those that were planned; what undid one is not counted."""
     samples: list[Sample] = []
+    """Spread evenly over the simulation, whatever its length."""
+    rises: list[tuple[int, int]] = []
+    """When any node was first seen at a newer step, and at which one: no time is lost here as samples are thinned."""
     left_behind: list[str] = []
     """Processes that outlived the node that started them."""
     notes: list[str] = []

@@ -8,9 +8,10 @@ from __future__ import annotations
 import http.client
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,7 +22,7 @@ from simnet.fleet import Fleet
 from simnet.gather import SILENT_MS, Life, NodeRecord, Recording, Sample, Status, VerdictRow, now_ms
 from simnet.member import Member, Past
 from simnet.processes import ProcessTable
-from simnet.sampling import SAMPLE_S, Pulse, look, processes_within
+from simnet.sampling import SAMPLE_S, Pulse, keep_evenly, look, processes_within
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +31,27 @@ LOOKED_AWAY_MS = 30_000
 """Between two polls; after that nobody knows whether a node was silent meanwhile."""
 MAX_STATUS_BYTES = 8 * 2**20
 MAX_SAMPLES = 1000
+MAX_RISES = 50_000
+"""Of the run's step: a day's; of what comes after them the samples tell."""
 MAX_SEGMENTS = 20_000
 MAX_AGAINST = 200
 MAX_SILENCES = 100
 LEFT_AFTER_S = 10.0
 MAX_LEFT_BEHIND = 100
 FINAL_STATUS_FILE = "status-final.json"
+
+
+Word = tuple[int, str, str]
+"""What a node said that it does: since when, by its own clock, whether that is to work or to wait, and what."""
+
+
+@dataclass(frozen=True)
+class _Heard:
+    """What a process said last, and when it had been asked."""
+
+    pid: int
+    asked_ms: int
+    newest: Word | None
 
 
 class Gatherer:
@@ -50,6 +66,8 @@ class Gatherer:
         self._next_look_s = 0.0
         self._polled_ms = 0
         self._looking_since_ms = 0
+        self._looks, self._stride = 0, 1
+        self._heard: dict[str, _Heard] = {}
         self._pulse = Pulse()
         self._pulse.start()
 
@@ -59,11 +77,11 @@ class Gatherer:
 
     def poll(self) -> None:
         """Read every running node's status and note who started and who ended; takes about `READ_TIMEOUT_S` at most."""
-        members = list(self._fleet.members.values())
+        members, asked_ms = list(self._fleet.members.values()), now_ms()
         statuses = self._pool.map(_read_member, members)
         self._look_on()
         for member, status in zip(members, statuses, strict=True):
-            self._note(member, self._records[member.plan.name], status)
+            self._note(member, self._records[member.plan.name], status, asked_ms=asked_ms)
         if time.monotonic() >= self._next_look_s:
             self._look(members)
             self._next_look_s = time.monotonic() + SAMPLE_S
@@ -81,9 +99,11 @@ class Gatherer:
             record = self._records[member.plan.name]
             status = _read_final(member.data_dir / FINAL_STATUS_FILE)
             if status and record.lives and record.lives[-1].pid == status.pid:
-                record.lives[-1].status, record.lives[-1].final = status, True
-                extend_timeline(record.timeline, status.timeline)
-        self._sample()
+                life = record.lives[-1]
+                self._note_words(member, record, status, asked_ms=now_ms())
+                life.refused_ms = refusals(life, status.rejected, at_ms=now_ms())
+                life.status, life.final = status, True
+        self._sample(last=True)
 
     def _look_on(self) -> None:
         """A simulation that stood still itself (a machine that slept) has not seen anybody be silent meanwhile."""
@@ -92,7 +112,7 @@ class Gatherer:
             self._looking_since_ms = at_ms
         self._polled_ms = at_ms
 
-    def _note(self, member: Member, record: NodeRecord, status: Status | None) -> None:
+    def _note(self, member: Member, record: NodeRecord, status: Status | None, *, asked_ms: int) -> None:
         while member.past:
             _note_past(record, member.past.popleft())
         if member.process is None:
@@ -102,13 +122,28 @@ class Gatherer:
             record.lives.append(Life(pid=member.process.pid, started_ms=member.started_ms))
         life = record.lives[-1]
         if status and status.pid == life.pid:
+            life.refused_ms = refusals(life, status.rejected, at_ms=now_ms())
             life.status, life.status_at_ms = status, now_ms()
             life.first_status_at_ms = life.first_status_at_ms or life.status_at_ms
-            extend_timeline(record.timeline, status.timeline)
+            self._note_words(member, record, status, asked_ms=asked_ms)
         if life.ended_ms is None and (code := member.process.poll()) is not None:
             life.ended_ms, life.exit_code, life.ended_by = now_ms(), code, member.ended_by
         if life.ended_ms is None:
             note_silence(life, since_ms=self._looking_since_ms, until_ms=now_ms())
+
+    def _note_words(self, member: Member, record: NodeRecord, status: Status, *, asked_ms: int) -> None:
+        life, heard = record.lives[-1], self._heard.get(record.name)
+        if heard is None or heard.pid != life.pid:
+            heard = _Heard(life.pid, life.started_ms, None)
+        extend_timeline(
+            record.timeline,
+            status.timeline,
+            after=heard.newest,
+            since_ms=heard.asked_ms,
+            until_ms=life.ended_ms or now_ms(),
+            ahead_ms=round(1000 * member.control.clock_ahead_s),
+        )
+        self._heard[record.name] = _Heard(life.pid, asked_ms, status.timeline[-1] if status.timeline else heard.newest)
 
     def _look(self, members: list[Member]) -> None:
         """What every process takes of the machine, and whether any has outlived its node."""
@@ -140,14 +175,19 @@ class Gatherer:
         left = self.recording.left_behind
         left += [one for one in dict.fromkeys(found) if one not in left][: MAX_LEFT_BEHIND - len(left)]
 
-    def _sample(self) -> None:
+    def _sample(self, *, last: bool = False) -> None:
+        """Where the run stands. The last one is kept whatever its number: the report's chart ends with it."""
         recording = self.recording
         self._keep_against(recording.trainer.verdicts)
         recording.rewards.update(recording.trainer.rewards)
-        samples = recording.samples
-        samples.append(Sample(now_ms(), recording.step, recording.accepted, sum(recording.rejected.values())))
-        if len(samples) > MAX_SAMPLES:
-            del samples[1:-1:2]
+        sample = Sample(now_ms(), recording.step, recording.accepted, sum(recording.rejected.values()))
+        self._stride = keep_evenly(
+            recording.samples, sample, look=0 if last else self._looks, stride=self._stride, most=MAX_SAMPLES
+        )
+        self._looks += not last
+        newest = recording.rises[-1][1] if recording.rises else 0
+        if sample.step > newest and len(recording.rises) < MAX_RISES:
+            recording.rises.append((sample.at_ms, sample.step))
 
     def _keep_against(self, verdicts: list[VerdictRow]) -> None:
         for verdict in verdicts:
@@ -155,6 +195,15 @@ class Gatherer:
             if verdict.outcome != "accept" and key not in self._seen_against and len(self._seen_against) < MAX_AGAINST:
                 self._seen_against.add(key)
                 self.recording.against.append(verdict)
+
+
+def refusals(life: Life, counts: Mapping[str, int], *, at_ms: int) -> dict[str, int]:
+    """When each of these counts was last seen to grow, now that a process tells them."""
+    before = life.status.rejected if life.status else {}
+    return {
+        reason: at_ms if count > before.get(reason, 0) else life.refused_ms.get(reason, at_ms)
+        for reason, count in counts.items()
+    }
 
 
 def note_silence(life: Life, *, since_ms: int, until_ms: int) -> None:
@@ -182,10 +231,17 @@ def _note_past(record: NodeRecord, past: Past) -> None:
         life.ended_ms, life.exit_code, life.ended_by = past.ended_ms, past.exit_code, past.ended_by
 
 
-def extend_timeline(timeline: list[tuple[int, str, str]], newest: list[tuple[int, str, str]]) -> None:
-    """Append what is younger than the end of a node's timeline; the oldest goes when it grows too long."""
-    last_ms = timeline[-1][0] if timeline else 0
-    timeline.extend(entry for entry in newest if entry[0] > last_ms)
+def extend_timeline(
+    timeline: list[Word], newest: Sequence[Word], *, after: Word | None, since_ms: int, until_ms: int, ahead_ms: int
+) -> None:
+    """Append what a node said after its newest word so far; the oldest goes when the timeline grows too long.
+
+    By our own clock: `ahead_ms` is taken off, and it was said between the last question and now whatever a clock says.
+    """
+    known = next((at for at in reversed(range(len(newest))) if newest[at] == after), -1)
+    for at_ms, kind, what in newest[known + 1 :]:
+        since_ms = min(max(at_ms - ahead_ms, since_ms), until_ms)
+        timeline.append((since_ms, kind, what))
     del timeline[:-MAX_SEGMENTS]
 
 

@@ -16,7 +16,7 @@ from environments.registry import BUILT_IN
 from node.preflight import LEAST_DISK_BYTES
 from protocol.errors import ConfigError
 from simnet.scenario import Fault, Scenario
-from simnet.timeline import EFFECTS, plan_faults
+from simnet.timeline import EFFECTS, left_in, plan_faults
 from trainer.recipe import Recipe
 
 MOST_REWARD: Final[Mapping[str, float]] = {name: 1.0 for name in BUILT_IN if name != "verifiers"}
@@ -180,12 +180,12 @@ def gone_for_good(scenario: Scenario, faults: Iterable[Fault]) -> dict[str, Faul
     """Nodes that something takes out of the run and nothing brings back, and the first fault that does so."""
     ill: dict[tuple[str, str], Fault] = {}
     for fault in faults:
-        effect = EFFECTS[fault.action]
-        if effect.on not in ("process", "network", "space") or fault.for_s is not None:
+        on = EFFECTS[fault.action].on
+        if on not in ("process", "network", "space"):
             continue
-        ill.pop((fault.node, effect.on), None)
-        if effect.after not in _IN_WORK:
-            ill[fault.node, effect.on] = fault
+        ill.pop((fault.node, on), None)
+        if left_in(fault) not in _IN_WORK:
+            ill[fault.node, on] = fault
     lasting = [(node, fault) for (node, on), fault in ill.items() if on != "network"]
     lasting += _cut_off(scenario, {node: fault for (node, on), fault in ill.items() if on == "network"})
     found: dict[str, Fault] = {}

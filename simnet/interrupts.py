@@ -34,11 +34,16 @@ _interrupts: Final = _Interrupts()
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Turn SIGINT, SIGTERM and SIGHUP into KeyboardInterrupt. Does nothing outside the main thread."""
+    """Turn SIGINT, SIGTERM and SIGHUP into KeyboardInterrupt. Does nothing outside the main thread.
+
+    SIGHUP stays ignored where it is: `nohup` asks for that.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, _interrupts.handle) for number in _SIGNALS}
+    deaf = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    numbers = [number for number in _SIGNALS if number != signal.SIGHUP or not deaf]
+    before = {number: signal.signal(number, _interrupts.handle) for number in numbers}
     try:
         yield
     finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -32,15 +34,13 @@ def fitted(scenario: Scenario, available_mb: int | None) -> Scenario:
     if available_mb is None or not any(entry.fill for entry in scenario.fleet):
         return scenario
     least = [msgspec.structs.replace(entry, count=1 if entry.fill else entry.count) for entry in scenario.fleet]
-    free_mb = available_mb - needed_memory_mb(msgspec.structs.replace(scenario, fleet=tuple(least)))
-    fleet = []
-    for entry, smallest in zip(scenario.fleet, least, strict=True):
-        each_mb = _one_mb(entry) + (entry.disk_mb or 0)
-        more = min(entry.count - smallest.count, max(0, free_mb) // each_mb)
-        free_mb -= more * each_mb
-        count = smallest.count + more
-        fleet.append(msgspec.structs.replace(entry, count=count, declared=entry.count if count < entry.count else None))
-    return msgspec.structs.replace(scenario, fleet=tuple(fleet))
+    made = msgspec.structs.replace(scenario, fleet=tuple(least))
+    for place, (entry, smallest) in enumerate(zip(scenario.fleet, least, strict=True)):
+        counts = range(smallest.count, entry.count + 1)
+        needed = partial(_needed_with_mb, made, place)
+        count = counts[max(0, bisect_right(counts, available_mb, key=needed) - 1)]
+        made = _with_count(made, place, count, declared=entry.count if count < entry.count else None)
+    return made
 
 
 def check_memory(scenario: Scenario, available_mb: int | None) -> None:
@@ -59,6 +59,17 @@ def available_memory_mb() -> int | None:
     figures = [_meminfo_available_mb(), _cgroup_free_mb()]
     known = [figure for figure in figures if figure is not None]
     return min(known) if known else None
+
+
+def _needed_with_mb(scenario: Scenario, place: int, count: int) -> int:
+    return needed_memory_mb(_with_count(scenario, place, count))
+
+
+def _with_count(scenario: Scenario, place: int, count: int, *, declared: int | None = None) -> Scenario:
+    """With so many nodes in the entry at a place of the fleet."""
+    fleet = list(scenario.fleet)
+    fleet[place] = msgspec.structs.replace(fleet[place], count=count, declared=declared)
+    return msgspec.structs.replace(scenario, fleet=tuple(fleet))
 
 
 def _one_mb(entry: FleetEntry) -> int:

@@ -18,7 +18,7 @@ from typing import Final
 from protocol.errors import NodeError
 from simnet.interrupts import shielded
 from simnet.links import Step
-from simnet.processes import ProcessTable
+from simnet.processes import key_of
 from simnet.tools import run_tool
 
 DIRECTORY: Final = Path("/run/netns")
@@ -60,7 +60,7 @@ def _first_line(error: NodeError) -> str:
 
 def label() -> str:
     """What the names of this process's namespaces and mounts begin with."""
-    key = ProcessTable().key(os.getpid())
+    key = key_of(os.getpid())
     return f"simnet-{os.getpid()}-{key.start_ticks if key else 0}-"
 
 
@@ -69,7 +69,7 @@ def is_left_over(name: str) -> bool:
     match = _NAME.fullmatch(name)
     if match is None:
         return False
-    key = ProcessTable().key(int(match[1]))
+    key = key_of(int(match[1]))
     return key is None or key.start_ticks != int(match[2])
 
 

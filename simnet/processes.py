@@ -12,7 +12,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
+NODE_VARIABLE: Final = "SIMNET_NODE"
+"""Names a node in the environment of its processes."""
 _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -86,6 +89,22 @@ class ProcessTable:
         """The process that had a pid."""
         row = self._rows.get(pid)
         return row.key if row else None
+
+
+def key_of(pid: int) -> ProcessKey | None:
+    """The process that has a pid now."""
+    row = _read_row(str(pid))
+    return row.key if row else None
+
+
+def variable_of(pid: int, name: str) -> str | None:
+    """What a process has as a variable of the environment it was started with: empty if nothing, None if unreadable."""
+    try:
+        entries = Path("/proc", str(pid), "environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended, or is somebody else's
+        return None
+    begin = f"{name}=".encode()
+    return next((one.removeprefix(begin).decode(errors="replace") for one in entries if one.startswith(begin)), "")
 
 
 def send(pid: int, number: signal.Signals, *, group: bool = False) -> None:

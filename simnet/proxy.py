@@ -21,8 +21,8 @@ import msgspec
 import trio
 from msgspec import Struct
 
-NODE_VARIABLE: Final = "SIMNET_NODE"
-"""Names a node in the environment of its processes."""
+from simnet.processes import NODE_VARIABLE, variable_of
+
 CHUNK_BYTES: Final = 16_384
 MAX_WAITING: Final = 256
 """Chunks of one direction of one connection that are under way."""
@@ -181,7 +181,7 @@ class Owners:
             return ""
         wanted = f"socket:[{inode}]"
         pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-        self._names = {pid: name for pid in pids if (name := self._names.get(pid) or _node_of(pid))}
+        self._names = {pid: name for pid in pids if (name := self._names.get(pid) or variable_of(pid, NODE_VARIABLE))}
         return next((name for pid, name in self._names.items() if _holds(pid, wanted)), "")
 
 
@@ -192,14 +192,6 @@ def _inode(port: int, proxy_port: int) -> str:
             fields = line.split()
             if (fields[1], fields[2]) == (own, other):
                 return fields[9]
-    return ""
-
-
-def _node_of(pid: int) -> str:
-    with suppress(OSError):
-        for entry in Path("/proc", str(pid), "environ").read_bytes().split(b"\0"):
-            if entry.startswith(f"{NODE_VARIABLE}=".encode()):
-                return entry.partition(b"=")[2].decode(errors="replace")
     return ""
 
 

@@ -16,7 +16,9 @@ from simnet.gather import Contributor, EvaluationSeen, Life, NodeRecord, Outcome
 from simnet.hops import hops_of, throughput_of
 from simnet.oracles import Evidence, judge_all
 from simnet.oracles.books import read_books
+from simnet.oracles.excuses import own_times_ms
 from simnet.oracles.logs import read_checkpoints
+from simnet.oracles.undisturbed import passed_step_ms
 from simnet.page import render_page
 from simnet.summary import FORMAT, Downloads, NodeSummary, Report, Traffic
 from simnet.waits import waits_of
@@ -73,9 +75,11 @@ def build_report(recording: Recording, evidence: Evidence | None = None) -> Repo
         bytes_by_relay={node.name: _traffic(node) for node in recording.nodes if node.role == "relay"},
         weights_from_relays_only=_weights_from_relays_only(recording),
         downloads=_downloads(recording),
-        unexpected_exits=list(_unexpected_exits(recording, contributors)),
+        unexpected_exits=list(_unexpected_exits(evidence, contributors)),
         nodes=[_summary(node, contributors.get(node.peer_id)) for node in recording.nodes],
         faults=recording.faults,
+        faults_planned=recording.faults_planned,
+        faults_struck=recording.faults_struck,
         expectations=[],
         oracles=judge_all(evidence),
         throughput=throughput_of(evidence),
@@ -184,7 +188,8 @@ def _weights_from_relays_only(recording: Recording) -> bool | None:
     return sources <= relays if sources else None
 
 
-def _unexpected_exits(recording: Recording, contributors: dict[str, Contributor]) -> Iterable[str]:
+def _unexpected_exits(evidence: Evidence, contributors: dict[str, Contributor]) -> Iterable[str]:
+    recording, trained_ms = evidence.recording, _all_trained_ms(evidence)
     imitated = any(note.startswith(IMITATED_DISKS) for note in recording.notes)
     for node in recording.nodes:
         evicted = _of(contributors, node).standing == "evicted"
@@ -194,7 +199,8 @@ def _unexpected_exits(recording: Recording, contributors: dict[str, Contributor]
             if life.ended_by == DISK_FULL:
                 unexpected = not _ended_for_room(life, imitated=imitated)
             else:
-                unexpected = _was_unexpected(life, evicted=evicted, finished=recording.outcome in GOOD_OUTCOMES)
+                may_end = _may_end(node, life.ended_ms, recording=recording, trained_ms=trained_ms)
+                unexpected = _was_unexpected(life, evicted=evicted, may_end=may_end)
             if unexpected:
                 yield f"{node.name} ended with {_code(life.exit_code)}"
 
@@ -207,10 +213,36 @@ def _ended_for_room(life: Life, *, imitated: bool) -> bool:
     return life.exit_code == FULL_DISK_CODE and (imitated or life.status is None)
 
 
-def _was_unexpected(life: Life, *, evicted: bool, finished: bool) -> bool:
+def _all_trained_ms(evidence: Evidence) -> float | None:
+    """When the run's last step was trained, before which no node knows of the run's end; None where it never was.
+
+    At the latest when nodes were seen beyond it: the trainer's clock may be wrong. Where the ledger does not tell, the
+    begin of a run that has finished: then nothing is held against anybody.
+    """
+    books, recording = evidence.books, evidence.recording
+    steps = [(one.step, one.trained_ms) for one in books.steps if one.trained_ms is not None] if books else []
+    last = next((at for at, (step, _) in enumerate(steps) if books and step == books.total_steps - 1), None)
+    if last is None:
+        return recording.started_ms if evidence.over else None
+    seen_ms = passed_step_ms(recording, steps[last][0])
+    own_ms = own_times_ms(recording, [at_ms for _, at_ms in steps])[last]
+    return own_ms if seen_ms is None else min(own_ms, seen_ms)
+
+
+def _may_end(node: NodeRecord, ended_ms: int, *, recording: Recording, trained_ms: float | None) -> bool:
+    """Whether a node may have come to its end by itself: an honest one does once all steps are trained.
+
+    Whoever attacks goes when nobody talks to it any more.
+    """
+    if node.cheat or node.role == "hostile":
+        return recording.outcome in GOOD_OUTCOMES
+    return trained_ms is not None and ended_ms >= trained_ms
+
+
+def _was_unexpected(life: Life, *, evicted: bool, may_end: bool) -> bool:
     if life.ended_by:  # one that leaves must do it well; at the close there is no time to ask for it
         return life.ended_by == "leave" and life.exit_code != 0
-    return not evicted and not (finished and life.exit_code == 0)
+    return not evicted and not (may_end and life.exit_code == 0)
 
 
 def _liars_overruled(recording: Recording, evidence: Evidence) -> bool | None:

@@ -7,6 +7,7 @@ run stands, decide whether it is over. However it is over, every process has end
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 import time
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from simnet.fleet import Fleet
 from simnet.gather import FaultMark, NodeRecord, Outcome, Recording, now_ms
 from simnet.gatherer import Gatherer
 from simnet.interrupts import interruptible
+from simnet.leftovers import sweep
 from simnet.live import View, make_view
 from simnet.memory import available_memory_mb, check_memory, fitted, needed_memory_mb
 from simnet.network import check_network
@@ -65,8 +67,9 @@ def run_scenario(
     console = Console()
     try:
         with interruptible():
+            _sweep(console)
             scenario = _load(name_or_path, overrides, short=short)
-            out = _make_out_dir(Path(out_dir))
+            out = _make_out_dir(Path(out_dir), hooked=any(plan.meddled for plan in scenario.nodes()))
             recording = _simulate(scenario, out, seed=seed, commands=commands, view=make_view(console, live=live))
             report, path = write_report(recording, out)
     except KeyboardInterrupt:
@@ -76,6 +79,12 @@ def run_scenario(
     if report.outcome == "interrupted":
         return EXIT_INTERRUPTED
     return 0 if report.passed else 1
+
+
+def _sweep(console: Console) -> None:
+    """Before it is asked how much memory is free: what was left behind may hold some."""
+    if killed := sweep():
+        _say(console, f"killed {killed} processes that an earlier simulation left behind, which was killed itself")
 
 
 def _simulate(scenario: Scenario, out: Path, *, seed: int, commands: Commands | None, view: View) -> Recording:
@@ -124,7 +133,11 @@ def _evaluations(report: Report) -> list[str]:
 
 def plan_scenario(name_or_path: str | Path, *, seed: int = 0, short: bool = False) -> list[str]:
     """What a scenario would do here, a line each: its nodes, its faults in the order of each node, its memory."""
-    scenario = _load(name_or_path, None, short=short)
+    with interruptible():  # what is tried of networks is taken away again
+        return _told(_load(name_or_path, None, short=short), seed=seed)
+
+
+def _told(scenario: Scenario, *, seed: int) -> list[str]:
     with tempfile.TemporaryDirectory() as directory:
         _recipe_of(scenario, Path(directory), seed=seed)
     nodes = [
@@ -155,6 +168,7 @@ class Simulation:
         self._faults = FaultPlan(plan_faults(scenario, seed))
         records = [NodeRecord(plan.name, plan.role, "", plan.cheat) for plan in scenario.nodes()]
         self._recording = Recording(scenario, run="", seed=seed, started_ms=now_ms(), nodes=records)
+        self._recording.faults_planned = self._faults.planned
         self._started_s = time.monotonic()
         self._moved = (0, self._started_s)
         """The newest step, and when it was first seen."""
@@ -167,6 +181,7 @@ class Simulation:
                 self._start(gatherer, view)
                 recording.outcome = self._watch(gatherer, view)
                 recording.over_ms = now_ms()
+                recording.notes += self._faults.shortfalls()
                 if recording.outcome == "finished":
                     self._see_off(gatherer, view)
             except KeyboardInterrupt:
@@ -238,6 +253,7 @@ class Simulation:
             words = f"{fault.node} was not there to {fault.action}"
             recording.notes += [words] if words not in recording.notes else []
         self._faults.missed.clear()
+        recording.faults_struck = self._faults.struck
 
     def _outcome(self, gatherer: Gatherer) -> Outcome | None:
         """How the simulation has ended, if it has."""
@@ -306,7 +322,14 @@ def trained_all(recording: Recording) -> bool:
     return details.total_steps is not None and (details.steps_trained or 0) >= details.total_steps
 
 
-def _make_out_dir(out: Path) -> Path:
+def _make_out_dir(out: Path, *, hooked: bool) -> Path:
+    """`hooked`: whether some nodes are meddled with by what lies in it, on their PYTHONPATH (simnet.meddle)."""
+    if hooked and os.pathsep in str(out.resolve()):
+        raise ConfigError(
+            f"{out} has {os.pathsep!r} in its path, at which PYTHONPATH is split: no clock could be moved there and "
+            "no disk slowed",
+            hint="give another directory with --out",
+        )
     if (out / "nodes").exists() or (out / "report.json").exists():
         raise ConfigError(
             f"{out} holds an earlier simulation", hint=f"remove it (rm -r {out}), or give another directory with --out"

@@ -14,11 +14,13 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from msgspec import Struct
 
-from simnet.processes import ProcessKey, ProcessTable
+from simnet.processes import NODE_VARIABLE, ProcessKey, ProcessTable, variable_of
+
+T = TypeVar("T")
 
 SAMPLE_S: Final = 2.0
 MAX_SAMPLES: Final = 600
@@ -50,12 +52,21 @@ class ProcessSeen(Struct):
 
     def add(self, sample: ProcessSample) -> None:
         """Keep a sample, or let it go; the times between those that are kept stay equal."""
-        if self.looks % self.stride == 0:
-            self.samples.append(sample)
+        self.stride = keep_evenly(self.samples, sample, look=self.looks, stride=self.stride, most=MAX_SAMPLES)
         self.looks += 1
-        if len(self.samples) > MAX_SAMPLES:
-            del self.samples[1::2]
-            self.stride *= 2
+
+
+def keep_evenly(kept: list[T], one: T, *, look: int, stride: int, most: int) -> int:
+    """Keep what was seen at a look if `stride` divides its number, and half of all once they are more than `most`.
+
+    The stride from then on. To halve the older ones alone would forget a long simulation's begin.
+    """
+    if look % stride == 0:
+        kept.append(one)
+    if len(kept) <= most:
+        return stride
+    del kept[1::2]
+    return 2 * stride
 
 
 class Pulse:
@@ -111,12 +122,16 @@ def look(
 
 
 def processes_within(directories: Mapping[str, Path]) -> dict[str, list[int]]:
-    """Processes that work in one of these directories, by its name: also those that nobody descends from any more."""
+    """A node's processes that work in its directory, by its name: also those that nobody descends from any more.
+
+    A person's shell that has gone there carries no node's name, and is none of them.
+    """
     roots = {str(path.resolve()): name for name, path in directories.items()}
     found: dict[str, list[int]] = {}
     for pid, place in _working_directories():
         for root, name in roots.items():
-            if place == root or place.startswith(root + os.sep):
+            within = place == root or place.startswith(root + os.sep)
+            if within and variable_of(pid, NODE_VARIABLE) in (name, None):
                 found.setdefault(name, []).append(pid)
     return found
 

@@ -8,11 +8,9 @@ Here are the schema and the reading of files. What is wrong with one beyond its 
 
 from __future__ import annotations
 
-import os
-import stat
 import tomllib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -21,10 +19,12 @@ import msgspec
 from msgspec import Meta, Struct
 
 from protocol.errors import ConfigError
+from simnet.files import bytes_of
 from simnet.names import nearest
 
 SCENARIO_DIR = Path(__file__).parent / "scenarios"
 MAX_FILE_BYTES = 256 * 1024
+MAX_DEPTH: Final = 32
 MAX_NODES = 240
 """Each node may have a network of its own, of which there are so many (simnet.links)."""
 
@@ -48,11 +48,11 @@ Action = Literal[
 ]
 NodeName = Annotated[str, Meta(min_length=1, max_length=24, pattern=r"^[a-z][a-z0-9-]*\Z")]
 Pattern = Annotated[str, Meta(min_length=1, max_length=40)]
-"""A node's name, or several's with `*` in it."""
+"""A node's name, or several's as a shell would match them: `relay-*`, `relay-[12]`."""
 Fraction = Annotated[float, Meta(ge=0, lt=1)]
 """Less than the whole: a share never exceeds it, so that expecting 1 at most would ask nothing."""
-Natural = Annotated[int, Meta(ge=0)]
-Positive = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0, le=2**53)]
+Positive = Annotated[int, Meta(ge=1, le=2**53)]
 Seconds = Annotated[float, Meta(ge=0, le=7 * 86400)]
 Mbit = Annotated[float, Meta(ge=0.01, le=10_000)]
 """10 kbit/s at least: with less, not even the handshakes are over in time."""
@@ -303,6 +303,7 @@ def parse_scenario(
     """Check a scenario's tables, those of its short form too unless `overrides` replaces some. Raises ConfigError."""
     from simnet import scenario_checks
 
+    _check_depth([table, overrides or {}], name)
     table = merge_tables(table, overrides or {})
     scenario_checks.check_names(table, name)
     changes = table.pop("short", {})
@@ -363,25 +364,24 @@ def _find(name_or_path: str | Path) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(_bytes_of(path).decode("utf-8"))
+        return tomllib.loads(bytes_of(path, "a scenario", max_bytes=MAX_FILE_BYTES).decode("utf-8"))
     except OSError as error:
         raise ConfigError(
             f"the scenario {path} cannot be read: {error.strerror}",
             hint=f"check the path, or name one of: {', '.join(scenario_names())}",
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also of a number with more digits than Python reads
         raise ConfigError(f"{path} is not TOML: {error}") from error
 
 
-def _bytes_of(path: Path) -> bytes:
-    """What a regular file holds: a pipe would be waited for, and a device has no end. Raises OSError, ConfigError."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ConfigError(f"{path} is no file that can be read as a scenario", hint="name a .toml file")
-        data = file.read(MAX_FILE_BYTES + 1)
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes; a scenario never is")
-    return data
+def _check_depth(tables: Collection[Any], name: str) -> None:
+    """Refuse tables within tables so deep that nothing could walk through them."""
+    for _ in range(MAX_DEPTH):
+        inner = [one.values() if isinstance(one, Mapping) else one for one in tables]
+        tables = [value for values in inner for value in values if isinstance(value, Mapping | list | tuple)]
+        if not tables:
+            return
+    raise ConfigError(f"scenario {name!r}: tables or lists lie deeper than {MAX_DEPTH} within one another")
 
 
 def merge_tables(table: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

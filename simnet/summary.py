@@ -120,6 +120,9 @@ class Report(Struct):
     """What this machine or user could not do of what the scenario asks, and what of the nodes' disks cannot be read."""
     judges: dict[str, Judge] = {}
     """Validators by name: their votes in the ledger."""
+    faults_planned: int = 0
+    faults_struck: int = 0
+    """Of those that were planned; `faults` also has what undid them."""
     liars_overruled: bool | None = None
     """Whether votes of all validators that lie, and of no others, were overruled; nothing where none counted."""
 

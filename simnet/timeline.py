@@ -66,6 +66,12 @@ def undone(fault: Fault, *, at_s: float) -> Fault:
     return Fault(node=fault.node, action=UNDO[fault.action], at_s=at_s)
 
 
+def left_in(fault: Fault) -> str:
+    """What a fault leaves in the end of that about a node which it changes: undone, if it is to last a while."""
+    action = fault.action if fault.for_s is None else UNDO[fault.action]
+    return EFFECTS[action].after
+
+
 def clock_of(fault: Fault) -> str:
     """What its moment is counted in."""
     return "seconds" if fault.at_step is None else "steps"

@@ -70,6 +70,8 @@ class StepSeen(Struct):
     """Since when all that it holds lay there at the latest, as far as the trainer's entries show."""
     due_ms: int | None = None
     """When the last thing was signed that it waited for, by the clock of whoever signed it."""
+    entries: int = 0
+    """How long the ledger was with the entry that says so of its training."""
 
     @property
     def idle_ms(self) -> int:
@@ -204,18 +206,18 @@ def _steps(
     entries: Sequence[TrainersEntry], ready_ms: Mapping[int, int], due_ms: Mapping[int, int]
 ) -> Iterator[StepSeen]:
     """Every batch in the order of the ledger's entries, also one that the rules refuse; a step has two if it was so."""
-    trained: dict[int, list[int]] = {}
+    trained: dict[int, list[tuple[int, int]]] = {}
     for entry in entries:
         if isinstance(entry.record, Trained):
-            trained.setdefault(entry.record.step, []).append(entry.record.issued_at_ms)
+            trained.setdefault(entry.record.step, []).append((entry.record.issued_at_ms, entry.number + 1))
     for entry in entries:
         batch = entry.record
         if isinstance(batch, Batch):
             times = trained.get(batch.step, [])
             keys = [key.hex() for key in batch.submissions]
-            at_ms = times.pop(0) if times else None
+            at_ms, length = times.pop(0) if times else (None, 0)
             ready, due = ready_ms.get(batch.step), due_ms.get(batch.step)
-            yield StepSeen(batch.step, keys, batch.issued_at_ms, at_ms, ready, due)
+            yield StepSeen(batch.step, keys, batch.issued_at_ms, at_ms, ready, due, length)
 
 
 def _account(row: Mapping[str, Any]) -> Account:

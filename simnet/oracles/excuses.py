@@ -157,7 +157,10 @@ def _is_needed(spell: _Spell, spells: Sequence[_Spell], evidence: Evidence) -> b
 
 
 def _works(other: NodeRecord, spell: _Spell, spells: Sequence[_Spell]) -> bool:
-    """Whether another honest node of the same role was there all the while, with nothing that kept it from its work."""
+    """Whether another honest node of the same role was there as it began, and no fault kept it from its work meanwhile.
+
+    That it may have ended by itself meanwhile is left to the count of unexpected exits.
+    """
     if other is spell.node or other.role != spell.node.role or other.cheat:
         return False
     there = any(

@@ -11,6 +11,7 @@ from typing import Final
 from simnet.gather import Life, NodeRecord, Recording
 from simnet.oracles.answers import FIRST_ANSWER_S
 from simnet.oracles.judgement import Evidence, Figure, Judgement
+from simnet.oracles.undisturbed import passed_step_ms
 from simnet.sampling import ProcessSeen
 
 WARM_UP_S: Final = 600.0
@@ -28,7 +29,8 @@ SURE_FACTOR: Final = 3.0
 """A process has grown when it did by so many times what its memory goes up and down anyway."""
 MAX_PAIRS_OF: Final = 200
 LATE_S: Final = 600.0
-"""The newest part of a process's life that is twice as long at least: what begins late moves no slope of the whole."""
+"""The newest part of a life that lasts twice as long or longer after its warm-up: what begins late moves no slope of
+the whole."""
 MAX_LATE_SLOPE_MB_MIN: Final = 3.0
 """There; caches and heaps grow a little when peers come back or a larger policy is loaded."""
 SPARE_MB: Final = 64.0
@@ -274,8 +276,8 @@ def theil_sen(points: Sequence[tuple[float, float]]) -> float:
 def _under_way_ms(recording: Recording) -> int:
     """When a step had been trained and every node of the plan was with the others: before, levels rise by rights."""
     joined = [_joined_ms(node, node.lives[0]) for node in recording.nodes if node.lives]
-    first_step = next((sample.at_ms for sample in recording.samples if sample.step >= 1), recording.started_ms)
-    return max([first_step, *joined])
+    first_step_ms = passed_step_ms(recording, 0)
+    return max([recording.started_ms if first_step_ms is None else first_step_ms, *joined])
 
 
 def _joined_ms(node: NodeRecord, life: Life) -> int:

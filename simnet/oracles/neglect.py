@@ -1,4 +1,4 @@
-"""Honest contributors that get nothing for their work: kept out, never judged, or turned down again and again.
+"""Honest contributors that get nothing for their work: kept out, shut out later, never judged, or turned down often.
 
 Being slow is no defect, and a fault explains what it struck: only a node counts that ran undisturbed for long beside
 others whose work was settled meanwhile, and only work that was handed in long before the end, while validators ran.
@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 from simnet.gather import NodeRecord
 from simnet.oracles.books import Books, SubmissionSeen
+from simnet.oracles.excuses import overlap_ms
 from simnet.oracles.judgement import Evidence
 from simnet.oracles.undisturbed import Span, longest, passed_step_ms, undisturbed
+from simnet.waits import spells
 
 MIN_ALONE_S: Final = 120.0
 SLOWER_FACTOR: Final = 4.0
@@ -21,6 +24,13 @@ SLOWER_FACTOR: Final = 4.0
 MIN_STEPS: Final = 5
 MIN_SETTLED: Final = 10
 """Of others, meanwhile."""
+MIN_QUIET_S: Final = 300.0
+"""So long in all a node that had got on must get nothing more, in stretches of which each would do for one that never
+did; at its own pace it would have had `MIN_SETTLED`."""
+MIN_AT_WORK_SHARE: Final = 0.1
+"""Of that time; one that waits for the next step for nearly all of it hands in nothing by rights."""
+PAUSES: Final = ("starting", "enough rollouts", "this node's share")
+"""Words of who has nothing to do; the first stands also for what is not known of a process's begin."""
 LATE: Final = frozenset({"stale-step", "future-step", "after-refused"})
 """Why relays refuse what a slow node hands in; the last is what follows on a refused one."""
 
@@ -52,6 +62,10 @@ class Neglect:
     """Nodes that got nothing settled in all the time that they ran undisturbed."""
     unclear: list[str]
     """Nodes that got nothing settled and were too slow, too briefly there, or disturbed."""
+    shut_out: list[str]
+    """Nodes that had got on and got nothing more settled for long, while they worked undisturbed."""
+    quiet: list[str]
+    """The like of these, but that they came late or waited for the next step."""
     settled: int
     unsettled: list[Work]
     old: list[Work]
@@ -69,11 +83,20 @@ def neglect_of(evidence: Evidence, books: Books) -> Neglect:
     settled = [one for one in books.submissions if one.state in _SETTLED]
     idle = [node for peer, node in evidence.honest.items() if node.lives and not _of(settled, peer)]
     kept_out = [node.name for node in idle if _is_kept_out(node, evidence, books, settled)]
+    honest = books.active(evidence.honest)
+    quiet = {
+        node.name: (node, stretches)
+        for peer, node in evidence.honest.items()
+        if peer in honest and (stretches := _quiet(node, evidence, books, settled))
+    }
+    shut_out = [name for name, (node, stretches) in quiet.items() if not _has_cause(node, stretches, evidence)]
     unsettled = list(_unsettled(evidence, books))
     old = [one for one in unsettled if _is_old(one, evidence, books)]
     return Neglect(
         kept_out=kept_out,
         unclear=[node.name for node in idle if node.name not in kept_out],
+        shut_out=shut_out,
+        quiet=[name for name in quiet if name not in shut_out],
         settled=sum(one.contributor in evidence.honest for one in settled),
         unsettled=unsettled,
         old=old,
@@ -88,20 +111,87 @@ def _of(submissions: Sequence[SubmissionSeen], peer: str) -> list[SubmissionSeen
 def _is_kept_out(node: NodeRecord, evidence: Evidence, books: Books, settled: Sequence[SubmissionSeen]) -> bool:
     """Whether a node was there for long enough, and others got on while it did not."""
     span = longest(undisturbed(node, evidence.recording))
-    others = [one for one in settled if one.contributor in evidence.honest and one.judged_ms is not None]
+    others = _timed(settled, evidence)
     meanwhile = sum(_is_in(one.judged_ms, span) for one in others)
     steps = sum(_is_in(step.trained_ms, span) for step in books.steps)
     return (
-        (span[1] - span[0]) / 1000 >= max(MIN_ALONE_S, SLOWER_FACTOR * _slowest_start_s(evidence, others))
+        span[1] - span[0] >= _least_ms(evidence, others)
         and steps >= MIN_STEPS
         and meanwhile >= MIN_SETTLED
         and not _is_slow(node, evidence, books)
     )
 
 
+def _timed(settled: Sequence[SubmissionSeen], evidence: Evidence) -> list[SubmissionSeen]:
+    """Those of honest contributors of which is known when they were settled."""
+    return [one for one in settled if one.contributor in evidence.honest and one.judged_ms is not None]
+
+
+def _least_ms(evidence: Evidence, settled: Sequence[SubmissionSeen]) -> float:
+    """For so long a node must run undisturbed at the least: whatever struck it, it may have to begin anew."""
+    return 1000 * max(MIN_ALONE_S, SLOWER_FACTOR * _slowest_start_s(evidence, settled))
+
+
+def _quiet(node: NodeRecord, evidence: Evidence, books: Books, settled: Sequence[SubmissionSeen]) -> list[Span]:
+    """When a node that got on ran undisturbed and got nothing more, while others did; empty where that was not long."""
+    own_ms = [one.judged_ms for one in _of(settled, node.peer_id)]
+    known_ms = [at_ms for at_ms in own_ms if at_ms is not None]
+    if not own_ms or len(known_ms) < len(own_ms):
+        return []
+    begin_ms, end_ms = node.lives[0].started_ms, evidence.recording.closed_ms
+    edges = sorted([begin_ms, *known_ms, end_ms])
+    gaps = [gap for gap in pairwise(edges) if _length_ms(gap) >= 1000 * MIN_QUIET_S]
+    if not gaps:
+        return []
+    timed = _timed(settled, evidence)
+    spans, least_ms = undisturbed(node, evidence.recording), _least_ms(evidence, timed)
+    found = [(gap, [part for span in spans if _length_ms(part := _common(span, gap)) >= least_ms]) for gap in gaps]
+    gap, stretches = max(found, key=lambda one: _sum_ms(one[1]))
+    pace_per_ms = len(known_ms) / max(1, end_ms - begin_ms - _length_ms(gap))
+    quiet_ms = _sum_ms(stretches)
+    long = quiet_ms >= 1000 * MIN_QUIET_S and pace_per_ms * quiet_ms >= MIN_SETTLED
+    return stretches if long and _others_got_on(stretches, books, timed) else []
+
+
+def _others_got_on(stretches: Sequence[Span], books: Books, settled: Sequence[SubmissionSeen]) -> bool:
+    """Whether meanwhile steps were trained, and all those of whom something was settled had much of it."""
+    meanwhile = [one for one in settled if any(_is_in(one.judged_ms, span) for span in stretches)]
+    steps = sum(any(_is_in(step.trained_ms, span) for span in stretches) for step in books.steps)
+    return steps >= MIN_STEPS and len(meanwhile) >= MIN_SETTLED * max(1, len({one.contributor for one in meanwhile}))
+
+
+def _has_cause(node: NodeRecord, stretches: Sequence[Span], evidence: Evidence) -> bool:
+    """Whether a node that gets nothing more may have no work to hand in, or hands it in late."""
+    since_ms = stretches[0][0]
+    late = any(reason in LATE and at_ms >= since_ms for life in node.lives for reason, at_ms in life.refused_ms.items())
+    at_work = [
+        (begin_ms, stop_ms)
+        for begin_ms, stop_ms, _, what in spells(node, evidence.recording.closed_ms)
+        if not any(words in what for words in PAUSES)
+    ]
+    share = sum(overlap_ms(at_work, *span) for span in stretches) / _sum_ms(stretches)
+    return late or _is_slowed(node, evidence) or share < MIN_AT_WORK_SHARE
+
+
+def _common(one: Span, other: Span) -> Span:
+    return max(one[0], other[0]), min(one[1], other[1])
+
+
+def _length_ms(span: Span) -> int:
+    return span[1] - span[0]
+
+
+def _sum_ms(spans: Sequence[Span]) -> int:
+    return sum(_length_ms(span) for span in spans)
+
+
+def _is_slowed(node: NodeRecord, evidence: Evidence) -> bool:
+    return any(plan.nice for plan in evidence.recording.scenario.nodes() if plan.name == node.name)
+
+
 def _is_slow(node: NodeRecord, evidence: Evidence, books: Books) -> bool:
     """Whether a scenario slows a node, or relays did not take its work because it came late."""
-    slowed = any(plan.nice for plan in evidence.recording.scenario.nodes() if plan.name == node.name)
+    slowed = _is_slowed(node, evidence)
     refused = set().union(*(life.status.rejected for life in node.lives if life.status))
     handed_in = any(promise.contributor == node.peer_id for promise in books.promises)
     return slowed or (bool(refused & LATE) and not handed_in)

@@ -8,7 +8,7 @@ from typing import Final
 
 from simnet.gather import Contributor, Life
 from simnet.oracles.books import Account, Books, SubmissionSeen
-from simnet.oracles.inputs import missing_copies
+from simnet.oracles.inputs import FOLLOWS_S, missing_copies, short_copies
 from simnet.oracles.judgement import Evidence, Figure, Judgement, listed, no_books
 from simnet.oracles.neglect import Neglect, neglect_of
 
@@ -31,12 +31,13 @@ def credits_equal_the_replay(evidence: Evidence) -> Judgement:
     differing = [evidence.name_of(one.peer_id) for one in books.accounts if not _agree(told.get(one.peer_id), one)]
     differing += [evidence.name_of(peer) for peer in told.keys() - {one.peer_id for one in books.accounts}]
     forks = [copy.node for copy in books.copies if not copy.agrees]
-    missing = missing_copies(evidence, books)
+    missing, short = missing_copies(evidence, books), short_copies(evidence, books)
     numbers: dict[str, Figure] = {
         "entries": books.entries,
         "credits": sum(one.credits for one in books.accounts),
         "copies": sum(copy.entries > 0 for copy in books.copies),
         "relays without a copy": len(missing),
+        "relays with a short one": len(short),
         "differing": len(differing),
         "breaches": len(books.breaches),
     }
@@ -50,6 +51,9 @@ def credits_equal_the_replay(evidence: Evidence) -> Judgement:
         return Judgement(name, "could not tell", "The trainer's last word is older than its ledger.", numbers)
     if missing:
         finding = f"Not looked at, as it is missing, empty or cannot be read: {listed(missing)}."
+        return Judgement(name, "could not tell", finding, numbers)
+    if short:
+        finding = f"Too short, though that relay ran undisturbed for {FOLLOWS_S:g} s: {listed(short)}."
         return Judgement(name, "could not tell", finding, numbers)
     if not books.accounts:
         return Judgement(name, "could not tell", "Nobody has an account in the ledger.", numbers)
@@ -81,6 +85,7 @@ def no_honest_node_punished(evidence: Evidence) -> Judgement:
         "unsettled": len(neglect.unsettled),
         "of these old": len(neglect.old),
         "with nothing settled": len(neglect.kept_out) + len(neglect.unclear),
+        "with nothing more settled": len(neglect.shut_out) + len(neglect.quiet),
     }
     if out or hard:
         whom = listed(sorted({*out, *(evidence.name_of(one.contributor) for one in hard)}))
@@ -103,6 +108,9 @@ def _ignored(neglect: Neglect, soft: list[SubmissionSeen]) -> str:
     """Who gets nothing for honest work, in words; empty if nobody."""
     if neglect.kept_out:
         return f"Kept out though honest: of {listed(neglect.kept_out)} nothing was settled, and of others it was."
+    if neglect.shut_out:
+        whom = listed(neglect.shut_out)
+        return f"Shut out though honest: for long nothing more was settled of {whom}, and of others it was."
     if neglect.judged and neglect.is_much(len(neglect.old)):
         states = Counter(one.state for one in neglect.old).most_common()
         counts = listed([f"{count} {state}" for state, count in states])
@@ -147,6 +155,8 @@ def _unclear(neglect: Neglect) -> str:
     """What looks like it and may have another cause, in words; empty if nothing does."""
     if neglect.unclear:
         return f"Nothing was settled of {listed(neglect.unclear)}: too late, too briefly there, or disturbed."
+    if neglect.quiet:
+        return f"For long nothing more was settled of {listed(neglect.quiet)}: too late, or waiting for the next step."
     if neglect.is_much(len(neglect.old)):
         return f"{len(neglect.old)} old submissions are unsettled, and too few validators ran for long."
     return ""

@@ -6,6 +6,7 @@ just come back, says nothing.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
@@ -60,7 +61,10 @@ def longest(spans: list[Span]) -> Span:
 
 def passed_step_ms(recording: Recording, step: int) -> int | None:
     """When any node was first seen to collect for a step beyond this one. Our own clock: nodes' may be wrong."""
-    return next((sample.at_ms for sample in recording.samples if sample.step > step), None)
+    at = bisect_right(recording.rises, step, key=lambda rise: rise[1])
+    if at < len(recording.rises):
+        return recording.rises[at][0]
+    return next((sample.at_ms for sample in recording.samples if sample.step > step), None)  # more than are kept
 
 
 def _ill(own: list[FaultMark], over_ms: int) -> Iterator[Span]:

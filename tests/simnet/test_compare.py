@@ -1,4 +1,6 @@
 import json
+import os
+import threading
 
 import pytest
 from oracle_world import make_evidence
@@ -158,6 +160,20 @@ def test_a_report_that_is_not_there_is_told_with_what_to_name(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read") as caught:
         load_report(tmp_path / "nowhere.json")
     assert "report.json" in caught.value.hint
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "report.json")
+    writer = os.fdopen(os.open(tmp_path / "report.json", os.O_RDWR), "wb")
+    patience = threading.Timer(5.0, writer.close)  # else whoever does wait would do so for ever
+    patience.start()
+    try:
+        with pytest.raises(ConfigError, match="no file that can be read as a report"):
+            load_report(tmp_path / "report.json")
+    finally:
+        patience.cancel()
+        patience.join()
+        writer.close()
 
 
 def test_reports_of_other_kinds_of_values_are_refused(two):

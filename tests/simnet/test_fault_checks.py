@@ -68,6 +68,21 @@ def test_a_scenario_is_not_refused_for_a_seed_that_nobody_asked_for(windowed):
         parse_scenario(windowed, name=f"x{number}")
 
 
+def test_more_than_one_node_has_time_for_is_refused(small):
+    small["random"] = [draw(count=1000)]
+    with pytest.raises(ConfigError, match=r"with --seed 0: inference-0 is to stop, .* until 3[0-9.]+ s or longer"):
+        possible(small)
+
+
+def test_a_stopped_node_that_is_killed_and_joins_again_runs(small):
+    stopped = [fault("validator-0", "stop", at_step=5), fault("validator-0", at_step=8, for_s=10.0)]
+    small["fault"] = [*stopped, fault("validator-0", "stop", at_step=20, for_s=1.0)]
+    possible(small)
+    small["fault"] = [*stopped, fault("validator-0", "continue", at_step=20)]
+    with pytest.raises(ConfigError, match="validator-0 cannot continue, it is running by then"):
+        parse_scenario(small, name="x")
+
+
 def test_a_draw_may_bring_back_what_else_is_gone_for_good(small):
     small["fault"] = [fault("relay-0", "stop", at_s=1.0)]
     small["random"] = [draw(nodes="relay-0", actions=["restart"], to_s=2.0)]
@@ -105,6 +120,12 @@ def test_draws_by_both_clocks_may_strike_different_nodes(small):
     [
         (lambda t: t.update(fault=[fault("relay-0", at_s=20.0, for_s=10.5)]), "lasts until 30.5 s or longer"),
         (lambda t: t.update(fault=[fault("relay-0", at_step=2, for_s=31.0)]), "lasts until 31 s or longer"),
+        (
+            lambda t: t.update(
+                fault=[fault("inference-0", at_s=10.0, for_s=15.0), fault("inference-0", "stop", at_s=12.0, for_s=6.0)]
+            ),
+            "inference-0 is to stop, and with what comes before that lasts until 31 s or longer",
+        ),
         (lambda t: t.update(random=[draw(for_s=(1.0, 3.0))]), "number 1, and for_s lasts until 31 s"),
         (lambda t: (late(t), t.update(fault=[fault("inference-0", "disk-full", at_s=1.0)])), "it is gone by then"),
         (

@@ -79,6 +79,25 @@ def test_what_finds_its_node_gone_is_left_out_and_not_undone():
     assert done == [("b", "kill"), ("b", "join")]
 
 
+def test_what_never_came_about_is_counted_and_told_by_node():
+    """A leave that does not come to its end holds back all that follows, and nothing else would say so."""
+    faults = [Fault(node="a", action="leave", at_s=1, for_s=2.0), Fault(node="b", action="restart", at_s=1)]
+    faults += [Fault(node="a", action="kill", at_s=5 + at, for_s=1.0) for at in range(3)]
+    plan = FaultPlan([*faults, Fault(node="c", action="stop", at_s=9999.0)])
+    plan.strike(make_apply([]), step=0, elapsed_s=2.0)
+    plan.strike(make_apply([], refuse=("join",)), step=0, elapsed_s=100.0)
+    assert (plan.planned, plan.struck) == (6, 2)
+    assert plan.shortfalls() == [
+        "4 of 6 planned faults never struck: a (3), c",
+        "struck and was not undone by the end: a",
+    ]
+    plan.strike(make_apply([]), step=0, elapsed_s=9999.0)
+    plan.strike(make_apply([]), step=0, elapsed_s=10_999.0)
+    plan.strike(make_apply([]), step=0, elapsed_s=11_999.0)
+    plan.strike(make_apply([]), step=0, elapsed_s=12_999.0)
+    assert (plan.struck, plan.shortfalls()) == (6, [])
+
+
 @pytest.mark.parametrize(
     ("action", "seconds", "undoing"),
     [

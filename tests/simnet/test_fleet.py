@@ -18,10 +18,12 @@ from simnet.commands import CliCommands, Launch
 from simnet.fleet import Fleet, free_ports
 from simnet.gather import NodeRecord, Recording, now_ms
 from simnet.gatherer import Gatherer
+from simnet.interrupts import interruptible
 from simnet.meddle import Control
 from simnet.memory import check_memory, fitted, needed_memory_mb
+from simnet.network import Network
 from simnet.processes import ProcessTable
-from simnet.scenario import Fault, NodePlan, load_scenario, parse_scenario
+from simnet.scenario import DISK_MB, Fault, NodePlan, load_scenario, parse_scenario
 
 RECIPE = Path("recipe.toml")
 
@@ -358,6 +360,18 @@ def test_what_fills_a_machine_is_as_many_as_it_holds(small):
     assert fitted(scenario, None) is scenario
 
 
+def test_what_fills_a_machine_leaves_room_for_the_disks_in_its_memory(small):
+    """Also for those that nodes have because a fault fills them."""
+    small["fleet"].append({"role": "watch", "count": 50, "fill": True})
+    small["random"] = [{"nodes": "watch-*", "actions": ["disk-full"], "count": 3, "from_s": 1.0, "to_s": 9.0}]
+    scenario = parse_scenario(small, name="small")
+    each_mb = memory.WATCH_MB + DISK_MB
+    least = needed_memory_mb(scenario) - 50 * each_mb
+    made = fitted(scenario, least + 7 * each_mb + 50)
+    assert len(made.matching("watch-*")) == 7
+    check_memory(made, least + 7 * each_mb + 50)
+
+
 def test_a_hostile_peer_is_started_as_itself(tmp_path):
     hostile = NodePlan(name="x-0", role="hostile", attack="flood", cheat=None, threads=1, nice=0, absent=False)
     line = CliCommands().start(hostile, launch(tmp_path))
@@ -375,6 +389,38 @@ def test_a_relay_behind_a_proxy_tells_others_the_proxy(tmp_path):
 
 def test_free_ports_differ():
     assert len(set(free_ports(50))) == 50
+
+
+def test_what_is_made_between_nodes_takes_none_of_their_ports(small, tmp_path, monkeypatch):
+    """Nobody listens on them yet."""
+    doors = []
+
+    def network(_scenario, _ports, draw):
+        doors.extend(draw(20))
+        return Network()
+
+    monkeypatch.setattr(fleet_module, "make_network", network)
+    monkeypatch.setattr(fleet_module.random, "sample", lambda ports, k: list(ports)[:k])  # twice the same ones
+    fleet = Fleet(parse_scenario(small, name="small"), tmp_path, commands=FakeCommands())
+    own = {port for member in fleet.members.values() for port in (member.p2p_port, member.http_port)}
+    assert (len(own), len(set(doors) - own)) == (10, 20)
+
+
+def test_an_interrupt_while_a_node_is_started_leaves_the_moment_at_which_it_was(scenario, tmp_path, monkeypatch):
+    start = subprocess.Popen
+
+    def interrupted(*arguments, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+        return start(*arguments, **options)
+
+    with Fleet(scenario, tmp_path, commands=FakeCommands()) as fleet, interruptible():
+        monkeypatch.setattr(fleet_module.subprocess, "Popen", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fleet.start("inference-0")
+        member = fleet.members["inference-0"]
+        assert member.process is not None
+        assert 0 <= now_ms() - member.started_ms < 60_000
+        monkeypatch.undo()
 
 
 def test_a_process_table_knows_grandchildren():

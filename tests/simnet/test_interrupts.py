@@ -1,5 +1,6 @@
 import os
 import signal
+from contextlib import contextmanager
 
 import pytest
 
@@ -7,12 +8,29 @@ from protocol.errors import NodeError
 from simnet.interrupts import interruptible, shielded
 
 
+@contextmanager
+def handled_by(number, handler):
+    """Whatever the tests themselves were started with."""
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_a_keyboard_interrupt_and_handlers_come_back(number):
-    before = signal.getsignal(number)
-    with pytest.raises(KeyboardInterrupt), interruptible():
-        os.kill(os.getpid(), number)
-    assert signal.getsignal(number) is before
+    with handled_by(number, signal.default_int_handler):
+        with pytest.raises(KeyboardInterrupt), interruptible():
+            os.kill(os.getpid(), number)
+        assert signal.getsignal(number) is signal.default_int_handler
+
+
+def test_a_terminal_that_nohup_has_closed_without_us_ends_nothing():
+    with handled_by(signal.SIGHUP, signal.SIG_IGN):
+        with interruptible():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def test_a_shield_keeps_it_back_until_all_are_gone():

@@ -58,7 +58,7 @@ def test_a_ledger_is_read_as_plain_values(tmp_path):
     first, second = books.submissions
     assert (first.state, first.used_in, first.judged_ms, first.contributor) == ("accepted", 0, 20, str(ALICE.peer_id))
     assert (second.state, second.used_in, second.judged_ms) == ("pending", None, None)
-    assert books.steps == [StepSeen(0, [FILES[0].id.hex()], 3, 4, due_ms=20)]
+    assert books.steps == [StepSeen(0, [FILES[0].id.hex()], 3, 4, due_ms=20, entries=5)]
     assert [(one.peer_id, one.accepted) for one in books.accounts] == [(str(ALICE.peer_id), 1)]
     assert isinstance(books.accounts[0], Account)
 

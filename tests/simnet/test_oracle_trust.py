@@ -119,6 +119,31 @@ def at_length(evidence: Evidence, *, steps: int = 60) -> None:
     books.submissions = [submission(at) for at in range(steps)]
 
 
+@pytest.mark.parametrize(
+    ("entries", "stop_s", "said"),
+    [
+        (98, None, "passed"),  # of 120: all that was there two minutes before the end
+        (97, None, "could not tell"),
+        (40, None, "could not tell"),
+        (58, 400, "passed"),  # then it stood still for good
+        (57, 400, "could not tell"),
+        (2, 290, "passed"),  # and had hardly been there
+    ],
+)
+def test_a_relay_that_follows_no_more_has_no_copy_that_tells(evidence, entries, stop_s, said):
+    """Its old copy is the beginning of the ledger, and looks like one that agrees."""
+    at_length(evidence)
+    for step in evidence.books.steps:
+        step.entries = 2 * step.step + 2
+    evidence.books.entries = 120
+    evidence.books.copies = [Copy("relay-0", entries, agrees=True)]
+    if stop_s is not None:
+        evidence.recording.faults = [FaultMark(START_MS + 1000 * stop_s, 1, "relay-0", "stop")]
+    found = credits_(evidence)
+    assert (found.outcome, found.numbers["relays with a short one"]) == (said, int(said != "passed"))
+    assert said == "passed" or f"relay-0 ({entries} of 120 entries)" in found.finding
+
+
 def another(evidence: Evidence, **changes) -> NodeRecord:
     """One more honest contributor, with nothing in the ledger."""
     fields = {"started_ms": START_MS, "ended_ms": START_MS + 1000 * LONG_S, "status": status("inference-1")}
@@ -198,6 +223,99 @@ def test_a_node_is_kept_out_when_the_slowest_other_began_four_times_as_fast(evid
     for one in evidence.books.submissions:
         one.judged_ms = max(one.judged_ms, START_MS + 1000 * began_s)
     assert honest(evidence).outcome == said
+
+
+def shut_out(evidence: Evidence, *, from_step: int = 20, until_step: int = 60) -> NodeRecord:
+    """One more honest contributor that gets on as the other does, but for some steps; it says that it works."""
+    at_length(evidence)
+    node = another(evidence)
+    node.timeline = [(START_MS + 10_000 * at, "working", f"generating for step {at}") for at in range(60)]
+    evidence.books.submissions += [
+        submission(1000 + at, contributor=OTHER, judged_ms=START_MS + 10_000 * at + 11_100)
+        for at in range(60)
+        if not from_step <= at < until_step
+    ]
+    return node
+
+
+def test_a_contributor_that_is_shut_out_after_it_had_got_on_fails(evidence):
+    """Attack: after a fault relays refuse all that a contributor hands in, for good, and it answers its status."""
+    shut_out(evidence, from_step=60)
+    assert honest(evidence).outcome == "passed"
+    evidence = make_evidence()
+    shut_out(evidence)
+    found = honest(evidence)
+    assert (found.outcome, found.numbers["with nothing more settled"]) == ("failed", 1)
+    assert "Shut out though honest" in found.finding
+    assert "inference-1" in found.finding
+
+
+def test_one_that_comes_back_within_five_minutes_is_spared(evidence):
+    shut_out(evidence, from_step=20, until_step=48)
+    assert honest(evidence).outcome == "passed"
+
+
+def test_stretches_between_faults_add_up_and_brief_ones_say_nothing(evidence):
+    def faults(*times_s):
+        evidence.recording.faults = [
+            FaultMark(START_MS + 1000 * at, 0, "inference-1", action)
+            for begin in times_s
+            for at, action in ((begin, "stop"), (begin + 5, "continue"))
+        ]
+        return honest(evidence).outcome
+
+    shut_out(evidence)
+    assert faults(400) == "failed"
+    assert faults(300, 400, 500) == "passed"
+
+
+@pytest.mark.parametrize("why", ["late", "pauses", "slowed", "starting"])
+def test_who_gets_nothing_more_for_a_reason_of_its_own_is_no_proof(evidence, why):
+    node = shut_out(evidence)
+    life = node.lives[0]
+    life.refused_ms = {"stale-step": START_MS + 150_000, "not-admitted": START_MS + 500_000}
+    assert honest(evidence).outcome == "failed"
+    if why == "late":
+        life.refused_ms["stale-step"] = START_MS + 500_000
+    elif why == "pauses":
+        node.timeline = [*node.timeline[:24], (START_MS + 240_000, "waiting", "step 25: enough rollouts for step 24")]
+    elif why == "starting":
+        node.timeline = []
+    else:
+        node.name = "slow-0"
+        slowed = {"role": "inference", "name": "slow", "nice": 10}
+        evidence.recording.scenario = parse_scenario({**SMALL, "fleet": [*SMALL["fleet"], slowed]}, name="small")
+    found = honest(evidence)
+    assert (found.outcome, found.numbers["with nothing more settled"]) == ("could not tell", 1)
+    assert "nothing more was settled" in found.finding
+
+
+def test_one_that_waits_for_the_next_step_between_its_work_may_be_shut_out(evidence):
+    node = shut_out(evidence)
+    node.timeline = [
+        word
+        for at, kind, what in node.timeline
+        for word in ((at, kind, what), (at + 2000, "waiting", "step 9: enough rollouts for step 8 are on their way"))
+    ]
+    assert honest(evidence).outcome == "failed"
+
+
+def test_nothing_is_expected_beyond_a_contributors_own_pace_or_where_others_get_little(evidence):
+    node = shut_out(evidence)
+    own = [one for one in evidence.books.submissions if one.contributor == node.peer_id]
+    evidence.books.submissions = [one for one in evidence.books.submissions if one not in own[:-4]]
+    assert honest(evidence).outcome == "passed"
+    evidence = make_evidence()
+    shut_out(evidence)
+    settled = evidence.books.submissions
+    evidence.books.submissions = settled[:25] + [one for one in settled if one.contributor == OTHER]
+    assert honest(evidence).outcome == "passed"
+
+
+def test_submissions_whose_time_is_not_known_tell_nothing(evidence):
+    shut_out(evidence)
+    evidence.books.submissions[-1].judged_ms = None
+    assert honest(evidence).outcome == "passed"
 
 
 def unsettled(evidence: Evidence, *, count: int, state: str, step: int = 5) -> None:

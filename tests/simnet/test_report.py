@@ -5,7 +5,7 @@ import re
 import pytest
 from simnet_world import peer_id, status
 
-from simnet.gather import Contributor, Details, EvaluationSeen, Life, NodeRecord, PassSeen, RelaySeen
+from simnet.gather import Contributor, Details, EvaluationSeen, FaultMark, Life, NodeRecord, PassSeen, RelaySeen
 from simnet.gatherer import parse_status
 from simnet.oracles import Evidence
 from simnet.oracles.books import Books, Judge, StepSeen
@@ -166,6 +166,51 @@ def test_a_node_that_ends_well_before_the_run_does_was_not_asked_to(recording):
     assert build_report(recording).unexpected_exits == []
     recording.outcome = "timeout"
     assert "inference-0 ended with exit code 0" in build_report(recording).unexpected_exits
+
+
+def with_ledger(recording, *, steps=20, every_ms=4000):
+    """A ledger with a step trained every four seconds, the last of twenty after 80 s."""
+    trained = [StepSeen(at, [], 0, recording.started_ms + every_ms * (at + 1)) for at in range(steps)]
+    return Evidence(recording, Books(total_steps=20, steps=trained))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "steps", "ended_s", "unexpected"),
+    [
+        ("finished", 20, 80, False),
+        ("finished", 20, 79, True),
+        ("finished", 19, 79, False),  # the ledger does not tell when
+        ("reached", 19, 79, True),
+        ("reached", 20, 80, False),
+        ("reached", 20, 5, True),
+    ],
+)
+def test_a_node_ends_by_itself_once_the_last_step_is_trained(recording, outcome, steps, ended_s, unexpected):
+    """A contributor takes the run for finished that goes on without it, and ends with code 0."""
+    recording.outcome = outcome
+    life = next(node for node in recording.nodes if node.name == "inference-0").lives[0]
+    life.ended_ms = recording.started_ms + 1000 * ended_s
+    found = build_report(recording, with_ledger(recording, steps=steps)).unexpected_exits
+    assert ("inference-0 ended with exit code 0" in found) is unexpected
+
+
+def test_a_trainer_whose_clock_is_ahead_makes_nobodys_end_an_early_one(recording):
+    recording.faults = [FaultMark(recording.started_ms + 1000, 1, "trainer-0", "clock", seconds=3600.0)]
+    recording.samples = []
+    evidence = with_ledger(recording)
+    for step in evidence.books.steps:
+        step.trained_ms += 3_600_000
+    assert build_report(recording, evidence).unexpected_exits == []
+    recording.faults, recording.rises = [], [(recording.started_ms + 81_000, 20)]  # its clock is wrong unbeknown to us
+    assert build_report(recording, evidence).unexpected_exits == []
+
+
+def test_a_hostile_peer_whom_nobody_talks_to_goes_at_any_time(recording):
+    life = Life(12, recording.started_ms, recording.started_ms + 5000, 0)
+    recording.nodes.append(NodeRecord("flood-0", "hostile", "x", lives=[life]))
+    assert build_report(recording, with_ledger(recording)).unexpected_exits == []
+    life.exit_code = 1
+    assert build_report(recording, with_ledger(recording)).unexpected_exits == ["flood-0 ended with exit code 1"]
 
 
 def test_a_node_that_had_to_be_killed_at_the_close_is_said_to_be_so(recording):

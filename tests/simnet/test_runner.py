@@ -10,6 +10,7 @@ from simnet_world import FakeCommands, wait_for, without_ledgers
 
 from protocol.errors import ConfigError, ModelError
 from simnet import fleet, run_scenario, runner
+from simnet.interrupts import shielded
 
 SCENARIO = """
 [run]
@@ -139,6 +140,35 @@ def test_the_plan_is_told_without_starting_anything():
     assert lines[-1].startswith("about ")
 
 
+def test_ctrl_c_does_not_come_between_what_a_plan_tries_and_taking_it_away(monkeypatch):
+    seen = []
+
+    def load(*_, **__):
+        with shielded():
+            os.kill(os.getpid(), signal.SIGINT)
+            seen.append("taken away")
+
+    monkeypatch.setattr(runner, "_load", load)
+    with pytest.raises(KeyboardInterrupt):
+        runner.plan_scenario("demo")
+    assert seen == ["taken away"]
+
+
+def test_what_an_earlier_simulation_left_is_ended_before_memory_is_asked_for(scenario, tmp_path, monkeypatch, capfd):
+    free = {"mb": 1}
+    monkeypatch.setattr(runner, "available_memory_mb", lambda: free["mb"])
+    monkeypatch.setattr(runner, "sweep", lambda: free.update(mb=10**6) or 7)
+    run(scenario, tmp_path, trainer_0=GOOD)
+    assert "killed 7 processes that an earlier simulation left behind" in capfd.readouterr().out
+
+
+def test_an_output_directory_by_which_no_clock_could_be_moved_is_refused(scenario, tmp_path):
+    clock = {"fault": [{"node": "inference-0", "action": "clock", "at_step": 1, "seconds": 5}]}
+    with pytest.raises(ConfigError, match="has ':' in its path"):
+        run(scenario, tmp_path / "12:30", overrides=clock)
+    assert not (tmp_path / "12:30").exists()
+
+
 def test_a_plan_is_refused_as_the_simulation_would_be(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(SCENARIO.replace("total_steps", "total_stepz"))
@@ -174,13 +204,18 @@ def test_what_a_fault_did_is_recorded_and_what_it_could_not_do_is_noted(scenario
         "fault": [
             {"node": "inference-0", "action": "clock", "at_step": 1, "seconds": -7.5},
             {"node": "validator-0", "action": "stop", "at_step": 10, "for_s": 0.2},
+            {"node": "relay-0", "action": "kill", "at_s": 55.0, "for_s": 1.0},
         ],
     }
     behaviour = {"trainer_0": {**GOOD, "total_steps": 30}, "validator_0": {"crash_at": 2}}
     _, report = run(scenario, tmp_path, overrides=changes, **behaviour)
     marks = [(fault["node"], fault["action"], fault["seconds"]) for fault in report["faults"]]
     assert marks == [("inference-0", "clock", -7.5)]
-    assert report["notes"] == ["validator-0 was not there to stop"]
+    assert report["notes"] == [
+        "validator-0 was not there to stop",
+        "1 of 3 planned faults never struck: relay-0",
+    ]
+    assert (report["faults_planned"], report["faults_struck"]) == (3, 1)
 
 
 def test_a_first_relay_that_cannot_start_is_told_with_its_last_words(scenario, tmp_path):

@@ -20,6 +20,10 @@ def fault(**fields):
     return {"node": "inference-0", **fields}
 
 
+def deep(levels):
+    return {"a": deep(levels - 1)} if levels else {}
+
+
 def gone(node, action="kill", **fields):
     return {"node": node, "action": action, **fields}
 
@@ -77,6 +81,10 @@ def test_nodes_of_several_entries_are_numbered_through(small):
         (lambda t: t.update(fleet={"role": "trainer"}), "array"),
         (lambda t: t.update(fault=[fault(action="leave", at_step=1, node="inference-9")]), "unknown node"),
         (lambda t: t.update(fault=[fault(action="quit", at_step=1)]), "unknown action"),
+        (lambda t: t.update(fault=[fault(action="leave", at_step=10**400)]), r"fault\[0\].at_step"),
+        (lambda t: t.update(expect={"honest_rejected": 2**53 + 1}), "expect.honest_rejected"),
+        (lambda t: t["run"].update(overrides=deep(900)), "deeper than 32"),
+        (lambda t: t["fleet"][3].update(settings=deep(900)), "deeper than 32"),
         (lambda t: t.update(fault=[fault(action="leave")]), "exactly one of at_step and at_s"),
         (lambda t: t.update(fault=[fault(action="leave", at_step=1, at_s=2.0)]), "exactly one"),
         (lambda t: t.update(fault=[fault(action="continue", at_step=1)]), "it is running by then"),
@@ -264,7 +272,9 @@ def test_an_unknown_scenario_is_refused_with_the_nearest_one():
         load_scenario("dmeo")
 
 
-@pytest.mark.parametrize("content", [b"[run", b"\xff\xfe", b"a = " + b"[" * 5000, b"#" * 300_000])
+@pytest.mark.parametrize(
+    "content", [b"[run", b"\xff\xfe", b"a = " + b"[" * 5000, b"a = " + b"9" * 5000, b"#" * 300_000]
+)
 def test_a_file_that_is_no_scenario_is_a_named_error(tmp_path: Path, content: bytes):
     path = tmp_path / "bad.toml"
     path.write_bytes(content)

@@ -2,6 +2,7 @@ import json
 import threading
 from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from simnet_world import FakeCommands, peer_id
 
 from simnet import gatherer as gatherer_module
 from simnet.fleet import Fleet
-from simnet.gather import SILENT_MS, Life
-from simnet.gatherer import Gatherer, extend_timeline, note_silence, parse_status
+from simnet.gather import SILENT_MS, Life, Status
+from simnet.gatherer import Gatherer, extend_timeline, note_silence, parse_status, refusals
+from simnet.oracles.undisturbed import passed_step_ms
 
 
 def test_a_status_keeps_what_is_known_and_ignores_the_rest():
@@ -35,8 +37,99 @@ def test_any_bytes_give_a_status_or_none(data):
 def test_a_timeline_grows_by_what_is_new_and_stays_bounded(monkeypatch):
     monkeypatch.setattr(gatherer_module, "MAX_SEGMENTS", 3)
     timeline = [(1, "working", "a"), (2, "waiting", "b")]
-    extend_timeline(timeline, [(2, "waiting", "b"), (3, "working", "c"), (4, "waiting", "d")])
+    newest = [(2, "waiting", "b"), (3, "working", "c"), (4, "waiting", "d")]
+    extend_timeline(timeline, newest, after=timeline[-1], since_ms=2, until_ms=5, ahead_ms=0)
     assert timeline == [(2, "waiting", "b"), (3, "working", "c"), (4, "waiting", "d")]
+
+
+@pytest.mark.parametrize("ahead_ms", [0, 20_000, -20_000, 10**12])
+def test_a_wrong_clock_loses_no_word_of_a_node(ahead_ms):
+    """A clock is turned for ten seconds and back, whether or not that is known of it."""
+    times = [10**6 + 1000 * at for at in range(40)]
+    words = [(at_ms + ahead_ms * (10 <= at < 20), "working", f"task {at}") for at, at_ms in enumerate(times)]
+    for known_ms in (ahead_ms, 0):
+        timeline = []
+        for at in range(40):
+            extend_timeline(
+                timeline,
+                words[max(0, at - 5) : at + 1],
+                after=words[at - 1] if at else None,
+                since_ms=times[at] - 500,
+                until_ms=times[at] + 500,
+                ahead_ms=known_ms if 10 <= at < 20 else 0,
+            )
+        assert [what for _, _, what in timeline] == [f"task {at}" for at in range(40)]
+        assert all(abs(at_ms - times[at]) <= 500 for at, (at_ms, _, _) in enumerate(timeline))
+
+
+def test_words_of_a_wrong_clock_are_taken_over_by_ours(recording, tmp_path, monkeypatch):
+    """Each poll brings one more; the clock is turned by an hour, back again, and at last the node is started anew."""
+    fleet = Fleet(recording.scenario, tmp_path, commands=FakeCommands())
+    watcher, record = Gatherer(fleet, recording), recording.nodes[0]
+    member = fleet.members[record.name]
+    record.lives, record.timeline = [], []
+    words = []
+    for at, (pid, turned_ms) in enumerate([(7, 0), (7, 3_600_000), (7, 0), (8, 0)]):
+        now_ms = 1_000_000 + 1000 * at
+        words = [*(words if at < 3 else []), (now_ms - 100 + turned_ms, "working", f"task {at}")]
+        page = Status(peer_id="x", pid=pid, state="working", timeline=words)
+        if not record.lives or record.lives[-1].pid != pid:
+            record.lives.append(Life(pid, started_ms=now_ms - 900))
+        monkeypatch.setattr(gatherer_module, "now_ms", lambda now_ms=now_ms: now_ms)
+        watcher._note_words(member, record, page, asked_ms=now_ms)
+    watcher.close()
+    assert record.timeline == [
+        (999_900, "working", "task 0"),
+        (1_001_000, "working", "task 1"),
+        (1_001_900, "working", "task 2"),
+        (1_002_900, "working", "task 3"),
+    ]
+
+
+def test_the_begin_of_a_long_simulation_is_kept_and_when_each_step_was_seen(recording, tmp_path, monkeypatch):
+    """An hour of looks, two a second, and a step every ten seconds."""
+    watcher = Gatherer(Fleet(recording.scenario, tmp_path, commands=FakeCommands()), recording)
+    status = recording.nodes[0].status
+    recording.samples, recording.rises = [], []
+    for node in recording.nodes:
+        node.status.step = 0
+    for at in range(7200):
+        monkeypatch.setattr(gatherer_module, "now_ms", lambda at=at: 500 * at)
+        status.step = at // 20
+        watcher._sample()
+    watcher._sample(last=True)
+    watcher.close()
+    times = [one.at_ms for one in recording.samples]
+    gaps = [later - one for one, later in pairwise(times)]
+    assert len(times) <= gatherer_module.MAX_SAMPLES + 1
+    assert times[0] == 0
+    assert times[-1] == 500 * 7199
+    assert max(gaps[:-1]) == min(gaps[:-1]) >= gaps[-1]
+    assert [passed_step_ms(recording, step) for step in (0, 100, 358, 359)] == [10_000, 1_010_000, 3_590_000, None]
+
+
+def test_steps_beyond_those_that_are_noted_are_told_by_the_samples(recording, tmp_path, monkeypatch):
+    """Attack: a node counts its step on at each look, to fill the recording."""
+    monkeypatch.setattr(gatherer_module, "MAX_RISES", 3)
+    watcher = Gatherer(Fleet(recording.scenario, tmp_path, commands=FakeCommands()), recording)
+    recording.samples, recording.rises = [], []
+    for at in range(1, 11):
+        monkeypatch.setattr(gatherer_module, "now_ms", lambda at=at: 1000 * at)
+        recording.nodes[0].status.step = 100 + at
+        watcher._sample()
+    watcher.close()
+    assert [passed_step_ms(recording, step) for step in (100, 102, 107)] == [1000, 3000, 8000]
+    assert len(recording.rises) == 3
+
+
+def test_when_each_kind_of_refusal_grew_is_known():
+    life = Life(1, 0)
+    for at_ms, counts in [(10, {"stale-step": 1}), (20, {"stale-step": 1, "finished": 2}), (30, {"stale-step": 2})]:
+        life.refused_ms = refusals(life, counts, at_ms=at_ms)
+        life.status = Status(peer_id="x", pid=1, state="working", rejected=counts)
+        if at_ms == 20:
+            assert life.refused_ms == {"stale-step": 10, "finished": 20}
+    assert life.refused_ms == {"stale-step": 30}
 
 
 def test_a_silence_lasts_from_the_last_answer_to_the_last_question():

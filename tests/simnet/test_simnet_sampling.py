@@ -7,10 +7,14 @@ import pytest
 from simnet_world import wait_for
 
 from simnet import sampling
-from simnet.processes import ProcessTable
+from simnet.processes import NODE_VARIABLE, ProcessTable
 from simnet.sampling import ProcessSample, ProcessSeen, Pulse, look, processes_within
 
 needs_proc = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
+
+
+def environment(node):
+    return {**os.environ, NODE_VARIABLE: node}
 
 
 @needs_proc
@@ -18,7 +22,7 @@ def test_a_process_is_looked_at_with_what_it_has_for_itself(tmp_path):
     hoard = "import sys; kept = bytearray(b'x' * 40_000_000); files = [open('/dev/null') for _ in range(20)]; print()"
     child = subprocess.Popen(
         [sys.executable, "-c", f"{hoard}; sys.stdout.flush(); sys.stdin.read()"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tmp_path,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tmp_path, env=environment("here"),
     )  # fmt: skip
     try:
         child.stdout.readline()
@@ -53,12 +57,26 @@ def test_a_long_life_is_sampled_ever_more_rarely_and_evenly(monkeypatch):
 def test_directories_whose_names_begin_alike_are_told_apart(tmp_path):
     (tmp_path / "relay-1").mkdir()
     (tmp_path / "relay-10").mkdir()
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, cwd=tmp_path / "relay-10")
+    child = subprocess.Popen(
+        [sys.executable, "-c", "input()"],
+        stdin=subprocess.PIPE,
+        cwd=tmp_path / "relay-10",
+        env=environment("relay-10"),
+    )
     try:
         found = processes_within({name: tmp_path / name for name in ("relay-1", "relay-10")})
     finally:
         child.communicate(b"\n")
     assert found == ({"relay-10": [child.pid]} if Path("/proc/self").exists() else {})
+
+
+@needs_proc
+def test_a_person_who_reads_a_nodes_log_in_its_directory_is_no_process_of_it(tmp_path):
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, cwd=tmp_path) as shell:
+        try:
+            assert processes_within({"relay-1": tmp_path}) == {}
+        finally:
+            shell.communicate()
 
 
 def test_a_pulse_measures_how_late_a_sleeper_wakes(monkeypatch):
