@@ -4,6 +4,7 @@ that still lack them. A verdict that answers an appeal stands under the appeal's
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -34,6 +35,8 @@ CREATE TABLE IF NOT EXISTS looks (
 );
 CREATE TABLE IF NOT EXISTS sources (submission BLOB NOT NULL, relay BLOB NOT NULL, PRIMARY KEY (submission, relay));
 CREATE TABLE IF NOT EXISTS posted (submission BLOB NOT NULL, relay BLOB NOT NULL, PRIMARY KEY (submission, relay));
+CREATE TABLE IF NOT EXISTS met (relay BLOB PRIMARY KEY);
+CREATE TABLE IF NOT EXISTS lacking (relay BLOB NOT NULL, seq INTEGER NOT NULL, PRIMARY KEY (relay, seq)) WITHOUT ROWID;
 """
 
 
@@ -66,10 +69,20 @@ class Look:
 
 
 class Docket:
-    """Verdicts by submission. Every change is on disk when its method returns. Raises DataDirError."""
+    """Verdicts by submission. Every change is on disk when its method returns. Raises DataDirError.
+
+    What it takes to keep, post and count a verdict does not grow with the number of earlier ones.
+    """
 
     def __init__(self, path: Path) -> None:
         self._db = Database(path, _SCHEMA, name="the docket")
+        self._met = {relay for (relay,) in self._db.rows("SELECT relay FROM met")}
+        """Relays of which is kept what they lack."""
+        self._outcomes: Counter[str] = Counter()
+        self._rejections: Counter[str] = Counter()
+        counted = "SELECT outcome, iif(outcome = 'reject', reason, ''), COUNT(*) FROM verdicts GROUP BY 1, 2"
+        for outcome, reason, count in self._db.rows(counted):
+            self._count(outcome, reason, count)
 
     def close(self) -> None:
         self._db.close()
@@ -132,6 +145,7 @@ class Docket:
         record = verdict.record
         key = record.appeal or record.submission
         with self._db.transaction():
+            before = self._db.row("SELECT outcome FROM verdicts WHERE submission = ?", key)
             changed = self._db.change(
                 "INSERT INTO verdicts (submission, outcome, reason, envelope) VALUES (?, ?, ?, ?) "
                 "ON CONFLICT (submission) DO UPDATE SET outcome = excluded.outcome, reason = excluded.reason, "
@@ -140,7 +154,18 @@ class Docket:
             )
             if changed:
                 self._db.change("DELETE FROM posted WHERE submission = ?", key)
+                self._db.change(
+                    "INSERT OR IGNORE INTO lacking SELECT relay, seq FROM met, verdicts WHERE submission = ?", key
+                )
             self._close(record.submission)
+        if changed:
+            self._count(record.outcome, record.reason, 1)
+            self._outcomes.subtract([before[0]] if before else [])
+
+    def _count(self, outcome: str, reason: str, count: int) -> None:
+        self._outcomes[outcome] += count
+        if outcome == "reject":
+            self._rejections[reason.partition(":")[0]] += count
 
     def dismiss(self, submission: bytes) -> None:
         """Close a case without a verdict: others have settled it."""
@@ -176,23 +201,38 @@ class Docket:
 
     def unposted(self, relay: PeerId, limit: int = 64) -> list[tuple[bytes, bytes]]:
         """Verdicts that this relay has not taken: submission id and envelope, oldest first."""
+        self._meet(relay.public_key)
         query = (
-            "SELECT submission, envelope FROM verdicts v WHERE NOT EXISTS "
-            "(SELECT 1 FROM posted p WHERE p.submission = v.submission AND p.relay = ?) ORDER BY seq LIMIT ?"
+            "SELECT submission, envelope FROM lacking JOIN verdicts USING (seq) WHERE relay = ? "
+            "ORDER BY lacking.seq LIMIT ?"
         )
         return [(row[0], row[1]) for row in self._db.rows(query, relay.public_key, limit)]
 
+    def _meet(self, relay: bytes) -> None:
+        """A relay that is new lacks all there is; one that an older file knows, what was not posted to it."""
+        if relay in self._met:
+            return
+        with self._db.transaction():
+            self._db.change("INSERT OR IGNORE INTO met VALUES (?)", relay)
+            self._db.change(
+                "INSERT OR IGNORE INTO lacking SELECT ?, seq FROM verdicts v WHERE NOT EXISTS "
+                "(SELECT 1 FROM posted p WHERE p.submission = v.submission AND p.relay = ?)",
+                *(relay, relay),
+            )
+        self._met.add(relay)
+
     def posted(self, submission: bytes, relay: PeerId) -> None:
-        self._db.change("INSERT OR IGNORE INTO posted VALUES (?, ?)", submission, relay.public_key)
+        with self._db.transaction():
+            self._db.change("INSERT OR IGNORE INTO posted VALUES (?, ?)", submission, relay.public_key)
+            self._db.change(
+                "DELETE FROM lacking WHERE relay = ? AND seq = (SELECT seq FROM verdicts WHERE submission = ?)",
+                *(relay.public_key, submission),
+            )
 
     def outcomes(self) -> dict[str, int]:
         """How many verdicts of each outcome."""
-        return dict(self._db.rows("SELECT outcome, COUNT(*) FROM verdicts GROUP BY outcome"))
+        return {outcome: count for outcome, count in self._outcomes.items() if count}
 
     def rejections(self) -> dict[str, int]:
         """Rejections by the name of the check that failed (what stands before the reason's colon)."""
-        counted: dict[str, int] = {}
-        for (reason,) in self._db.rows("SELECT reason FROM verdicts WHERE outcome = 'reject'"):
-            label = reason.partition(":")[0]
-            counted[label] = counted.get(label, 0) + 1
-        return counted
+        return dict(self._rejections)

@@ -10,7 +10,7 @@ import trio
 from node.relay_client import RelayClient
 from node.swarm import Swarm
 from node.validator.docket import Docket
-from protocol.errors import ProtocolError, RefusedError, RelayError
+from protocol.errors import DataDirError, ProtocolError, RefusedError, RelayError
 from protocol.identity import PeerId
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,12 @@ class Poster:
                 nursery.start_soon(self._post_to, client)
 
     async def _post_to(self, client: RelayClient) -> None:
+        try:
+            await self._post_waiting(client)
+        except DataDirError as error:  # what cannot be noted as posted is posted again
+            log.warning("post verdict relay=%s not noted error=%r", client.peer_id.short, error.message)
+
+    async def _post_waiting(self, client: RelayClient) -> None:
         """Until a refusal that may pass: what was refused waits for the next round, and is the last one in it."""
         for key, envelope in self._waiting(client.peer_id):
             try:

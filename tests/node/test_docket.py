@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import sqlite3
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from factories import make_submission, make_verdict, receipt_of
 
+from node.database import Database
 from node.validator.docket import Docket
+from protocol.envelope import Signed
 from protocol.identity import Identity
+from protocol.records import Submission
 
 RUN = b"r" * 32
 ALICE = Identity.from_phrase("alice")
 FIRST_RELAY, OTHER_RELAY = Identity.from_phrase("relay"), Identity.from_phrase("other")
 RELAY, OTHER = FIRST_RELAY.peer_id, OTHER_RELAY.peer_id
+
+
+def without_syncs(open_it: Callable[..., None]) -> Callable[..., None]:
+    """A test that makes a thousand commits need not wait for the disk."""
+
+    def opened(self: Any, *args: Any, **options: Any) -> None:
+        open_it(self, *args, **options)
+        self._connection.execute("PRAGMA synchronous=OFF")
+
+    return opened
 
 
 @pytest.fixture
@@ -62,3 +78,66 @@ def test_rejections_are_counted_by_check(docket: Docket) -> None:
         submission = make_submission(ALICE, RUN, index=index)
         docket.add(make_verdict(submission, outcome="reject", hard=True, reason="toploc: other model"))
     assert docket.rejections() == {"toploc": 2}
+
+
+def test_counts_and_what_relays_lack_survive_a_restart(tmp_path: Path, docket: Docket) -> None:
+    first, second, third = (make_submission(ALICE, RUN, index=index) for index in range(3))
+    docket.add(make_verdict(first, outcome="undecided", reason="policy: gone"))
+    docket.add(make_verdict(second, outcome="reject", reason="toploc: other model"))
+    docket.posted(second.id, RELAY)
+    assert [key for key, _ in docket.unposted(RELAY)] == [first.id]
+    docket.posted(first.id, RELAY)
+    docket.add(make_verdict(first))  # a decision goes to every relay again
+    docket.add(make_verdict(third))
+    for one in (docket, Docket(tmp_path / "docket.sqlite")):
+        assert one.outcomes() == {"accept": 2, "reject": 1}
+        assert one.rejections() == {"toploc": 1}
+        assert [key for key, _ in one.unposted(RELAY)] == [first.id, third.id]
+        assert [key for key, _ in one.unposted(OTHER)] == [first.id, second.id, third.id]
+
+
+def test_a_file_of_an_earlier_version_tells_what_its_relays_lack(tmp_path: Path, docket: Docket) -> None:
+    submissions = [make_submission(ALICE, RUN, index=index) for index in range(3)]
+    for one in submissions:
+        docket.add(make_verdict(one))
+    docket.posted(submissions[1].id, RELAY)
+    docket.close()
+    with sqlite3.connect(tmp_path / "docket.sqlite") as file:
+        file.executescript("DROP TABLE met; DROP TABLE lacking")
+    file.close()
+    again = Docket(tmp_path / "docket.sqlite")
+    assert [key for key, _ in again.unposted(RELAY)] == [submissions[0].id, submissions[2].id]
+
+
+def test_a_verdict_costs_no_more_after_a_thousand_others(
+    docket: Docket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted in steps of sqlite's machine, with one relay that refuses a verdict for ever and keeps its queue."""
+    submissions = [make_submission(ALICE, RUN, step=number // 8, index=number % 8) for number in range(1100)]
+    monkeypatch.setattr(Database, "__init__", without_syncs(Database.__init__))
+    docket = Docket(tmp_path / "other.sqlite")
+    docket.add(make_verdict(submissions[0]))
+    docket.unposted(RELAY)
+
+    def steps_for(some: Sequence[Signed[Submission]]) -> int:
+        taken = 0
+
+        def count() -> int:
+            nonlocal taken
+            taken += 1
+            return 0
+
+        docket._db._connection.set_progress_handler(count, 1)
+        for one in some:
+            docket.open(one, receipt_of(one), seen_sequence=1)
+            docket.add(make_verdict(one))
+            docket.unposted(RELAY, 1)
+            docket.posted(one.id, RELAY)
+            assert docket.outcomes()["accept"]
+            assert docket.rejections() == {}
+        docket._db._connection.set_progress_handler(None, 0)
+        return taken
+
+    early = steps_for(submissions[1:51])
+    steps_for(submissions[51:1050])
+    assert steps_for(submissions[1050:1100]) < 1.3 * early
