@@ -15,7 +15,7 @@ TEST_PROCESSES ?= 2
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-real test test-long test-vllm test-verifiers check format bench clean
+.PHONY: help setup demo demo-real test test-long test-real test-vllm test-verifiers check format bench clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -44,7 +44,10 @@ test: setup  ## Run the tests
 	$(BIN)/python -m pytest -m 'not long' -n $(TEST_PROCESSES) --dist loadfile
 
 test-long: setup  ## Run the tests that take minutes
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -m 'long and not real'
+
+test-real: $(SMOLLM2)  ## Run the tests that train SmolLM2-135M through a whole swarm: minutes each, 93 MB to download once
+	$(BIN)/python -m pytest -m real
 
 test-vllm: $(VLLM_STAMP)  ## Run the engines' tests with vLLM on the CPU, in an environment of its own (2.5 GB)
 	$(VLLM_VENV)/bin/python -m pytest -W ignore -m 'not long' tests/node/test_engine_contract.py tests/node/test_engines_vllm.py

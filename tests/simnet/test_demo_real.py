@@ -15,7 +15,7 @@ from protocol.errors import ModelError
 from simnet import run_scenario
 from trainer.smollm2 import smollm2_directory
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.real]
 
 
 @pytest.fixture(scope="module", autouse=True)
