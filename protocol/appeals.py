@@ -95,6 +95,10 @@ class Appeals:
         """Appeals that wait for answers, in ledger order."""
         return sorted(self._open.values(), key=lambda appeal: self.cases[appeal].place)
 
+    def by(self, author: PeerId) -> list[bytes]:
+        """A contributor's appeals, in ledger order."""
+        return list(self._by_author.get(author, ()))
+
     def tally(self, submission: LedgerSubmission, appeal: bytes = b"") -> Tally:
         """How the answers about a rejected submission stand; who could not tell on `appeal` is not left for that one.
 

@@ -125,6 +125,10 @@ class LedgerState:
         """Appeals that wait for validators that have not decided about the submission, in ledger order."""
         return self._appeals.open_ids()
 
+    def appeals_by(self, author: PeerId) -> list[bytes]:
+        """A contributor's appeals, in ledger order."""
+        return self._appeals.by(author)
+
     def appeal_tally(self, appeal: bytes) -> Tally:
         """How the answers to an appeal that is in the ledger stand, those to an earlier one included."""
         return self._appeals.tally(self.submissions[self.appeals[appeal].record.submission], appeal)

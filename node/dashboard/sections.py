@@ -70,7 +70,7 @@ class Sections:
         if len(state.trained) == self._trained:
             return changed
         self._trained = len(state.trained)
-        self._rows = series_rows(state)
+        self._rows = series_rows(state, self._rows)
         return [*changed, SERIES]
 
     def _changed(self, sections: dict[str, Any]) -> list[str]:

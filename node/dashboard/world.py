@@ -23,6 +23,8 @@ MAX_CONTRIBUTORS: Final = 500
 MAX_SUBMISSIONS: Final = 250
 """The newest; and as many that were not accepted, which stay when many acceptances follow."""
 DIGITS: Final = 5
+Row = list[float | None]
+"""The cells of one step."""
 MAX_REASON_CHARS: Final = 300
 
 COLUMNS: Final = (
@@ -55,11 +57,18 @@ def run_facts(state: LedgerState | None, address: RunAddress) -> dict[str, Any]:
     }
 
 
-def series_rows(state: LedgerState) -> list[list[float | None]]:
-    """A row of COLUMNS for each trained step, rising; what was not measured is None."""
+def series_rows(state: LedgerState, known: Sequence[Row] = ()) -> list[Row]:
+    """A row of COLUMNS for each trained step, rising; what was not measured is None.
+
+    `known`: what this gave earlier in the run, to which only new steps are added; a thinned series is made anew.
+    """
     trained = list(state.trained.values())
-    kept = range(len(trained)) if len(trained) <= MAX_STEPS else _spread(len(trained))
-    return [_row(trained[at], trained[at - 1].issued_at_ms if at else None) for at in kept]
+    if len(trained) > MAX_STEPS:
+        known, kept = (), _spread(len(trained))
+    else:
+        known = known if len(known) <= len(trained) else ()
+        kept = range(len(known), len(trained))
+    return [*known, *(_row(trained[at], trained[at - 1].issued_at_ms if at else None) for at in kept)]
 
 
 def contributor_rows(state: LedgerState) -> list[dict[str, Any]]:
@@ -96,11 +105,11 @@ def find_submission(state: LedgerState, submission: bytes) -> dict[str, Any] | N
     }
 
 
-def _spread(count: int) -> list[int]:
+def _spread(count: int) -> Sequence[int]:
     return sorted({round(at * (count - 1) / (MAX_STEPS - 1)) for at in range(MAX_STEPS)})
 
 
-def _row(trained: Trained, before_ms: int | None) -> list[float | None]:
+def _row(trained: Trained, before_ms: int | None) -> Row:
     metrics = trained.metrics
     tokens, rollouts = metrics.get("tokens"), metrics.get("rollouts")
     seconds = (trained.issued_at_ms - before_ms) / 1000 if before_ms is not None else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 import threading
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from protocol.envelope import Signed
 from protocol.errors import DataDirError
 from protocol.identity import PeerId
 from protocol.ledger import about
-from protocol.records import Submission
+from protocol.records import Batch, Submission, Trained
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,8 @@ CREATE INDEX IF NOT EXISTS by_submission ON entries (submission, number) WHERE s
 CREATE INDEX IF NOT EXISTS of_step ON entries (kind, number) WHERE kind IN ('batch', 'trained');
 PRAGMA user_version={LAYOUT};
 """
+_END: Final = "SELECT COALESCE(MAX(number) + 1, 0) FROM entries"
+_STEP_KINDS: Final = (Batch.KIND, Trained.KIND)
 
 Place = tuple[int, int, int]
 """Segment, offset, size."""
@@ -74,6 +77,8 @@ class LedgerIndex:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
+        self._steps: dict[str, array[int]] | None = None
+        """By kind: numbers of the entries of steps 0, 1, …, 8 bytes each; None: to be read when it is asked for."""
         try:
             self._db = self._opened_or_made_again()
         except (OSError, sqlite3.Error) as error:
@@ -84,20 +89,27 @@ class LedgerIndex:
 
     def count(self) -> int:
         """How many entries it knows."""
-        (number,) = self._rows("SELECT COALESCE(MAX(number) + 1, 0) FROM entries")[0]
+        (number,) = self._rows(_END)[0]
         return int(number)
 
     def add(self, rows: Sequence[Row]) -> None:
         """Take in the next entries. Those of the same numbers are replaced."""
-        with self._lock, self._errors(), self._db:
-            self._db.execute("BEGIN")
-            self._db.executemany(
-                "INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", [row.values for row in rows]
-            )
+        with self._lock, self._errors():
+            steps, self._steps = self._steps, None
+            (end,) = self._db.execute(_END).fetchone()
+            with self._db:
+                self._db.execute("BEGIN")
+                self._db.executemany(
+                    "INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", [row.values for row in rows]
+                )
+            if steps is not None and all(row.number >= end for row in rows):
+                _add_steps(steps, rows)
+                self._steps = steps
 
     def cut(self, length: int) -> None:
         """Forget the entries from this number on."""
         with self._lock, self._errors():
+            self._steps = None
             self._db.execute("DELETE FROM entries WHERE number >= ?", (length,))
 
     def holds(self, row: Row) -> bool:
@@ -122,15 +134,21 @@ class LedgerIndex:
 
     def of_step(self, kind: str, step: int) -> int | None:
         """Number of a step's `batch` or `trained` entry: the ledger takes both in the order of steps."""
-        query = "SELECT number FROM entries WHERE kind = ? AND kind IN ('batch', 'trained') ORDER BY number"
-        rows = self._rows(f"{query} LIMIT 1 OFFSET ?", kind, step)
-        return int(rows[0][0]) if rows else None
+        with self._lock, self._errors():
+            if self._steps is None:
+                self._steps = self._read_steps()
+            numbers = self._steps[kind]
+            return numbers[step] if step < len(numbers) else None
 
     def of_submission(self, submission: bytes) -> list[int]:
         """Numbers of the entries that are a submission or judge it, in order."""
         return [int(row[0]) for row in self._rows(
             "SELECT number FROM entries WHERE submission = ? ORDER BY number", submission
         )]  # fmt: skip
+
+    def _read_steps(self) -> dict[str, array[int]]:
+        query = "SELECT number FROM entries WHERE kind = ? AND kind IN ('batch', 'trained') ORDER BY number"
+        return {kind: array("Q", [row[0] for row in self._db.execute(query, (kind,))]) for kind in _STEP_KINDS}
 
     def _rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         with self._lock, self._errors():
@@ -171,3 +189,9 @@ class LedgerIndex:
                 f"cannot use the ledger's index {self._path}: {error}",
                 hint=f"stop the node, remove {self._path}* and start it again: the index is made from the ledger",
             ) from error
+
+
+def _add_steps(steps: dict[str, array[int]], rows: Sequence[Row]) -> None:
+    for row in rows:
+        if row.entry.record.KIND in steps:
+            steps[row.entry.record.KIND].append(row.number)

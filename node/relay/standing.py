@@ -31,8 +31,7 @@ def standing_of(state: LedgerState, peer: PeerId, submissions: Sequence[bytes]) 
 
 
 def _appeals(state: LedgerState, peer: PeerId) -> tuple[AppealRow, ...]:
-    own = [key for key, case in list(state.appeals.items()) if case.author == peer]
-    return tuple(_appeal(state, key) for key in own[-MAX_APPEALS_SHOWN:])
+    return tuple(_appeal(state, key) for key in state.appeals_by(peer)[-MAX_APPEALS_SHOWN:])
 
 
 def _appeal(state: LedgerState, key: bytes) -> AppealRow:

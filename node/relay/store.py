@@ -58,6 +58,7 @@ CREATE UNIQUE INDEX IF NOT EXISTS one_appeal ON feed (author, subject) WHERE kin
 CREATE INDEX IF NOT EXISTS by_kind ON feed (kind, seq);
 CREATE INDEX IF NOT EXISTS by_about ON feed (about, seq);
 CREATE INDEX IF NOT EXISTS with_file ON feed (step) WHERE file_bytes > 0;
+CREATE INDEX IF NOT EXISTS petitions ON feed (author, kind) WHERE kind IN ('admission', 'appeal');
 CREATE TABLE IF NOT EXISTS documents (name TEXT PRIMARY KEY, envelope BLOB NOT NULL);
 """
 _LOOSE = (
@@ -242,7 +243,8 @@ class RelayStore:
         Raises RefusedError `disk-full`, `appeal-duplicate-appeal`, or `too-many-petitions` of one author.
         """
         kind, author = petition.record.KIND, petition.author.public_key
-        (count,) = self._one("SELECT COUNT(*) FROM feed WHERE author = ? AND kind = ?", author, kind) or (0,)
+        query = "SELECT COUNT(*) FROM feed WHERE author = ? AND kind = ? AND kind IN ('admission', 'appeal')"
+        (count,) = self._one(query, author, kind) or (0,)
         if int(count) >= MAX_PETITIONS_EACH:
             raise RefusedError(
                 f"{petition.author.short} has handed in {MAX_PETITIONS_EACH} records of the kind {kind!r} here",

@@ -80,9 +80,9 @@ class Monitor:
             self._evaluator.offer(step, policy_dir)
 
     def trained(self, trained: Mapping[int, Trained]) -> None:
-        """The ledger's trained steps, rising; those that are not in the file yet are written and tracked."""
-        for step, record in trained.items():
-            if step > self._metrics.last_step and not self._keep(_row(record)):
+        """The ledger's trained steps, from 0 on; those that are not in the file yet are written and tracked."""
+        for step in range(self._metrics.last_step + 1, len(trained)):
+            if not self._keep(_row(trained[step])):
                 return
 
     def _keep(self, row: dict[str, Any]) -> bool:

@@ -2,10 +2,13 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import msgspec
 from dashboard_kit import ALICE, BOB, RUN, add, make_state, train
+from factories import make_submission
 
+from node.dashboard.sections import Sections
 from node.dashboard.world import (
     COLUMNS,
     MAX_STEPS,
@@ -16,6 +19,7 @@ from node.dashboard.world import (
     series_rows,
     submission_rows,
 )
+from node.status import StatusBoard
 
 
 def test_a_run_is_its_address_until_its_ledger_is_known():
@@ -43,6 +47,21 @@ def test_a_long_run_is_thinned_evenly_from_its_first_to_its_last_step():
     assert len(steps) == MAX_STEPS
     assert (steps[0], steps[-1]) == (0, 3 * MAX_STEPS - 1)
     assert max(after - before for before, after in itertools.pairwise(steps)) <= 4
+
+
+def test_only_new_steps_are_made_into_rows():
+    state = make_state()
+    sections = Sections(
+        StatusBoard(role="watch", peer_id="peer", run=str(RUN)), SimpleNamespace(ledger=lambda: state, run=RUN)
+    )
+    made = []
+    for steps in (3, 40, 1):
+        train(state, steps)
+        state.apply(make_submission(BOB, state.run_id, index=1 + len(made)).data)
+        before, _ = sections._rows, sections.refresh()
+        made.append(sum(all(row is not known for known in before) for row in sections._rows))
+        assert sections._rows == series_rows(state)
+    assert made == [3, 40, 1]
 
 
 def test_contributors_come_by_credits():

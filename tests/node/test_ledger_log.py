@@ -12,8 +12,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from factories import make_admission, make_manifest, make_submission, make_verdict
+from factories import make_admission, make_batch, make_manifest, make_submission, make_trained, make_verdict
 
+from node.ledger.index import LedgerIndex, Row
 from node.ledger.log import LedgerLog
 from node.ledger.segments import read_segments
 from protocol.errors import DataDirError, LedgerError, ProtocolError
@@ -310,6 +311,48 @@ def test_index_knows_whom_entries_are_about(filled: Path, entries: list[bytes]) 
     with opened(filled) as ledger:
         assert ledger.index.about(alice, kind="verdict", limit=2) == [17, 15]
         assert ledger.index.of_submission(open_entry(entries[4]).id) == [4, 5]
+
+
+def step_rows(steps: range) -> list[Row]:
+    """A batch and a trained step of each, as they follow each other in a ledger."""
+    one = make_submission(Identity.from_phrase("alice"), RUN)
+    entries = [open_entry(made) for step in steps for made in (make_batch(RUN, step, [one]), make_trained(RUN, step))]
+    return [Row(2 * steps.start + at, (0, 0, 1), entry) for at, entry in enumerate(entries)]
+
+
+def test_a_step_is_as_quickly_found_however_many_were_before(tmp_path: Path) -> None:
+    taken = 0
+
+    def count() -> int:
+        nonlocal taken
+        taken += 1
+        return 0
+
+    with closing(LedgerIndex(tmp_path / "index.sqlite")) as index:
+        index.add(step_rows(range(10)))
+        assert index.of_step("batch", 0) == 0
+        index._db.set_progress_handler(count, 1)
+        looks = []
+        for end in (10, 300):
+            if end > 10:
+                index.add(step_rows(range(10, end)))
+            taken = 0
+            assert (index.of_step("batch", end - 1), index.of_step("trained", end - 1)) == (2 * end - 2, 2 * end - 1)
+            assert (index.of_step("batch", end), index.of_step("trained", end)) == (None, None)
+            looks.append(taken)
+        assert looks == [0, 0]
+
+
+def test_steps_of_an_index_that_was_cut_or_mended_are_found(tmp_path: Path, entries: list[bytes]) -> None:
+    with closing(LedgerIndex(tmp_path / "index.sqlite")) as index:
+        index.add(step_rows(range(4)))
+        assert index.of_step("trained", 3) == 7
+        index.cut(6)
+        assert (index.of_step("trained", 2), index.of_step("batch", 3)) == (5, None)
+        index.add(step_rows(range(3, 5)))
+        assert (index.of_step("batch", 3), index.of_step("trained", 4)) == (6, 9)
+        index.add([Row(0, (0, 0, 1), open_entry(entries[0]))])  # in the place of the first batch
+        assert (index.of_step("batch", 0), index.of_step("trained", 0)) == (2, 1)
 
 
 def single_file(path: Path, entries: list[bytes], tail: bytes = b"") -> None:

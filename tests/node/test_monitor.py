@@ -46,6 +46,34 @@ def test_what_a_crash_kept_from_the_file_is_written_from_the_ledger(tmp_path, bo
     assert steps_in(path) == [0, 1, 2, 3, 4, 5]
 
 
+class LookedAt(dict):
+    """Counts the trained steps that are looked at."""
+
+    count = 0
+
+    def __getitem__(self, step):
+        self.count += 1
+        return super().__getitem__(step)
+
+    def __iter__(self):
+        for step in super().__iter__():
+            self.count += 1
+            yield step
+
+    def items(self):
+        return ((step, self[step]) for step in self)
+
+
+def test_a_step_is_as_quickly_kept_however_many_were_before(tmp_path, board):
+    monitor = Monitor(MetricsLog(tmp_path / "training.jsonl"), board)
+    looked = []
+    for count in (1, 50, 51):
+        steps = LookedAt(trained(count))
+        monitor.trained(steps)
+        looked.append(steps.count)
+    assert looked == [1, 49, 1]
+
+
 def test_a_disk_that_refuses_a_line_delays_it(tmp_path, board, caplog):
     path = tmp_path / "training.jsonl"
     monitor = Monitor(MetricsLog(path), board)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +105,64 @@ def test_files_of_settled_old_steps_are_deleted(tmp_path: Path, outbox: Outbox) 
     outbox.discard_files(1)
     assert not (tmp_path / "0").exists()
     assert (tmp_path / "1").exists()
+
+
+def work_of(outbox: Outbox, submissions: Sequence[Signed[Submission]], directory: Path) -> int:
+    """Steps of sqlite's machine for all that a node does about these, each from its making until it was trained."""
+    taken = 0
+
+    def count() -> int:
+        nonlocal taken
+        taken += 1
+        return 0
+
+    outbox._db._connection.set_progress_handler(count, 1)
+    for number, one in enumerate(submissions):
+        step = one.record.step
+        assert not outbox.has_refused(step)
+        outbox.add(one, directory / one.id.hex())
+        if number % 10 == 0:
+            outbox.refused(one.id, "stale-step: too old")
+            continue
+        outbox.received(one.id, RELAY.peer_id, receipt(one))
+        outbox.judged(make_verdict(one))
+        outbox.discard_files(step)
+        assert outbox.count("ready", "received", "undecided") == 0
+        assert (outbox.count("accepted") > 0, outbox.accepted_tokens() > 0) == (True, True)
+        assert set(outbox.reasons()) == {"stale-step"}
+        assert outbox.unproved(8) == [one.id]
+        outbox.keep_step(step, b"batch", b"trained", [one.id])
+    outbox._db._connection.set_progress_handler(None, 0)
+    return taken
+
+
+def test_work_for_a_submission_does_not_grow_with_those_before(tmp_path: Path, outbox: Outbox) -> None:
+    outbox._db._connection.execute("PRAGMA synchronous=OFF")
+    submissions = [make_submission(ALICE, RUN, step=number) for number in range(240)]
+    early = work_of(outbox, submissions[:20], tmp_path)
+    work_of(outbox, submissions[20:220], tmp_path)
+    assert work_of(outbox, submissions[220:], tmp_path) < 1.3 * early
+
+
+def test_file_of_an_earlier_release_is_counted_when_it_is_opened(tmp_path: Path, outbox: Outbox) -> None:
+    submissions = [make_submission(ALICE, RUN, step=number) for number in range(5)]
+    for one in submissions:
+        outbox.add(one, tmp_path / "file")
+    for one in submissions[:3]:
+        outbox.judged(make_verdict(one))
+    outbox.judged(make_verdict(submissions[3], outcome="reject", reason="sampling: margin 3.1"))
+    outbox.keep_step(0, b"batch", b"trained", [submissions[0].id])
+    outbox.keep_step(1, b"batch", b"", [submissions[1].id])
+    outbox.close()
+    with closing(sqlite3.connect(outbox.path)) as file, file:
+        for what in ("TRIGGER made", "TRIGGER moved", "TRIGGER accepted", "TABLE counts", "TABLE unproved"):
+            file.execute(f"DROP {what}")
+    for again in (Outbox(outbox.path), Outbox(outbox.path)):  # as it was found, and once more
+        assert (again.count("accepted"), again.count("ready"), again.reasons()) == (3, 1, {"sampling": 1})
+        assert again.accepted_tokens() == sum(one.record.output_tokens for one in submissions[:3])
+        assert again.unproved(9) == [submissions[2].id, submissions[1].id]
+    assert again.judged(make_verdict(submissions[4]))
+    assert (again.count("accepted"), again.count("ready"), again.unproved(1)) == (4, 0, [submissions[4].id])
 
 
 def test_every_validators_verdict_is_kept_for_its_submission_alone(tmp_path: Path, outbox: Outbox) -> None:

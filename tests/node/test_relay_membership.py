@@ -22,6 +22,7 @@ from factories import (
     make_invite,
     make_manifest,
     make_reinstatement,
+    make_submission,
     make_trained,
     make_verdict,
     sealed,
@@ -32,6 +33,7 @@ from node.clock import now_ms
 from node.membership import ACTIVE_S
 from node.relay import desk
 from node.relay.hearts import Hearts
+from node.relay.standing import standing_of
 from node.relay_client import RelayClient
 from p2p.bridge import AioThread
 from p2p.http import HttpClient
@@ -39,7 +41,7 @@ from p2p.limits import Rate
 from protocol.envelope import Signed, open_envelope
 from protocol.errors import RefusedError
 from protocol.identity import Identity
-from protocol.ledger import next_tip, open_entry
+from protocol.ledger import LedgerState, next_tip, open_entry
 from protocol.records import AdmissionSpec, Appeal, BatchSpec, CreditSpec, Heartbeat, Manifest, Verdict
 
 ALICE, BOB, MALLORY, DAVE = (Identity.from_phrase(name) for name in ("alice", "bob", "mallory", "dave"))
@@ -420,6 +422,35 @@ async def test_standing_names_the_step_whose_batch_has_the_work(build: Build) ->
     with trio.fail_after(10):
         assert (await client.step_entries(0))[1] is not None
         assert (await site.client(BOB).standing([work.id])).submissions == ()  # not its own
+
+
+class LookedAt(dict[bytes, Any]):
+    """Counts the appeals that are looked at."""
+
+    count = 0
+
+    def __getitem__(self, key: bytes) -> Any:
+        self.count += 1
+        return super().__getitem__(key)
+
+    def items(self) -> Any:
+        return [(key, self[key]) for key in self]
+
+
+def test_standing_looks_at_no_appeals_of_others() -> None:
+    judges = (VALIDATOR, CAROL)
+    manifest = make_manifest(validators=tuple(judge.peer_id.public_key for judge in judges))
+    state, looked = LedgerState(MANIFEST.id, manifest), []
+    for author in (ALICE, *(Identity.from_phrase(f"contributor {number}") for number in range(30))):
+        work = make_submission(author, MANIFEST.id)
+        verdict = make_verdict(work, outcome="reject", reason="toploc: x")
+        for entry in (work, verdict, appeal := make_appeal(author, verdict)):
+            state.apply(entry.data)
+        state._appeals.cases = cases = LookedAt(state.appeals)
+        assert len(standing_of(state, ALICE.peer_id, []).appeals) == 1
+        looked.append(cases.count)
+    assert len(set(looked)) == 1
+    assert [row.appeal for row in standing_of(state, author.peer_id, []).appeals] == [appeal.id]
 
 
 async def test_standing_takes_no_question_that_is_too_long(build: Build) -> None:

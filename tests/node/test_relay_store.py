@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from factories import make_verdict, sealed
+from factories import make_admission, make_verdict, sealed
 from relay_world import submission_of
 
 from node.relay.store import RelayStore, Upload
@@ -220,6 +220,25 @@ def test_verdicts_about_nothing_take_the_place_of_no_others(
     assert store.stats().verdicts <= 3 + 8
     assert len(store.feed(0, kinds=["verdict"])) == store.stats().verdicts
     store.close()
+
+
+def test_an_admission_is_as_quickly_taken_however_many_came_before(tmp_path: Path) -> None:
+    taken = 0
+
+    def count() -> int:
+        nonlocal taken
+        taken += 1
+        return 0
+
+    store, looked = RelayStore(tmp_path, max_bytes=1 << 24), []
+    store._db.execute("PRAGMA synchronous=OFF")
+    store._db.set_progress_handler(count, 1)
+    for number in range(240):
+        taken = 0
+        store.add_petition(make_admission(Identity.from_phrase(f"contributor {number}"), b"r" * 32), subject=b"")
+        looked.append(taken)
+    store.close()
+    assert sum(looked[-20:]) < 1.3 * sum(looked[:20])
 
 
 def test_unusable_directory_is_named(tmp_path: Path) -> None:
