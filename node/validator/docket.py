@@ -80,7 +80,9 @@ class Docket:
         """Relays of which is kept what they lack."""
         self._outcomes: Counter[str] = Counter()
         self._rejections: Counter[str] = Counter()
-        counted = "SELECT outcome, iif(outcome = 'reject', reason, ''), COUNT(*) FROM verdicts GROUP BY 1, 2"
+        counted = (
+            "SELECT outcome, CASE outcome WHEN 'reject' THEN reason ELSE '' END, COUNT(*) FROM verdicts GROUP BY 1, 2"
+        )
         for outcome, reason, count in self._db.rows(counted):
             self._count(outcome, reason, count)
 
