@@ -95,14 +95,14 @@ class Steps:
 
     def policy_fault(self, record: Submission) -> str:
         """Why this policy cannot come next at its step; empty if it can."""
-        rows = self._rows
-        place = bisect_right(rows.steps, record.step)
+        rows, count = self._rows, len(self._rows.steps)
+        place = bisect_right(rows.steps, record.step, 0, count)
         if place and record.checkpoint_step < (latest := rows.latest_policies[place - 1]):
             return (
                 f"checkpoint {record.checkpoint_step} after checkpoint {latest}, which it used at step "
                 f"{rows.steps[place - 1]}"
             )
-        if place < len(rows.steps) and record.checkpoint_step > (following := rows.first_policies[place]):
+        if place < count and record.checkpoint_step > (following := rows.first_policies[place]):
             return f"checkpoint {record.checkpoint_step} before {following}, which it used at step {rows.steps[place]}"
         return ""
 

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 RETRY_S: Final = 0.3
 """Relays copy the ledger a moment after they have the head."""
 LONGEST_RETRY_S: Final = 2.0
+DISK_RETRY_S: Final = 30.0
+"""After a full disk: what did not fit is fetched again."""
 
 
 class LedgerFollower:
@@ -47,7 +49,13 @@ class LedgerFollower:
         sequence, retry_s = 0, RETRY_S
         while True:
             head = await self._swarm.wait_head(sequence)
-            is_done = await self._catch_up(head)
+            try:
+                is_done = await self._catch_up(head)
+            except DataDirError as error:  # what is held stays as it is, and the disk may have room later
+                log.warning("ledger length=%d error=%r", self.state.length, error.message)
+                self._announce()
+                await trio.sleep(DISK_RETRY_S)
+                continue
             self._announce()
             if is_done:
                 sequence, retry_s = head.record.sequence, RETRY_S
@@ -60,7 +68,7 @@ class LedgerFollower:
         await self._changed.wait()
 
     async def _catch_up(self, head: Signed[Head]) -> bool:
-        """Whether there is nothing more to do about this head."""
+        """Whether there is nothing more to do about this head. Raises DataDirError."""
         for client in self._swarm.clients:
             try:
                 await self._keeper.catch_up(client, head)
@@ -70,9 +78,6 @@ class LedgerFollower:
                     continue
                 log.warning("ledger relay=%s %s", client.name, error.message)
                 return True
-            except DataDirError as error:  # what is held stays as it is, and the disk may have room later
-                log.warning("ledger length=%d error=%r", self.state.length, error.message)
-                return False
             except (RelayError, ProtocolError) as error:
                 log.debug("ledger relay=%s length=%d error=%r", client.name, self.state.length, error.message)
                 continue

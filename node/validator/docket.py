@@ -5,6 +5,7 @@ that still lack them. A verdict that answers an appeal stands under the appeal's
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -15,6 +16,8 @@ from protocol.identity import PeerId
 from protocol.records import Receipt, Submission, Verdict
 
 MAX_SEEN: Final = 1 << 16
+MAX_MET: Final = 64
+"""Of so many relays is kept what they lack, and of those that are there."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS verdicts (
@@ -201,14 +204,17 @@ class Docket:
 
     # What relays lack.
 
-    def unposted(self, relay: PeerId, limit: int = 64) -> list[tuple[bytes, bytes]]:
-        """Verdicts that this relay has not taken: submission id and envelope, oldest first."""
+    def unposted(self, relay: PeerId, limit: int = 64, *, behind: bytes = b"") -> list[tuple[bytes, bytes]]:
+        """Verdicts that this relay has not taken: submission id and envelope, oldest first.
+
+        Only those younger than the one about `behind`, if that is given.
+        """
         self._meet(relay.public_key)
         query = (
-            "SELECT submission, envelope FROM lacking JOIN verdicts USING (seq) WHERE relay = ? "
-            "ORDER BY lacking.seq LIMIT ?"
+            "SELECT submission, envelope FROM lacking JOIN verdicts USING (seq) WHERE relay = ? AND lacking.seq > "
+            "COALESCE((SELECT seq FROM verdicts WHERE submission = ?), 0) ORDER BY lacking.seq LIMIT ?"
         )
-        return [(row[0], row[1]) for row in self._db.rows(query, relay.public_key, limit)]
+        return [(row[0], row[1]) for row in self._db.rows(query, relay.public_key, behind, limit)]
 
     def _meet(self, relay: bytes) -> None:
         """A relay that is new lacks all there is; one that an older file knows, what was not posted to it."""
@@ -223,13 +229,25 @@ class Docket:
             )
         self._met.add(relay)
 
-    def posted(self, submission: bytes, relay: PeerId) -> None:
+    def forget_but(self, relays: Collection[PeerId]) -> None:
+        """Let go of other relays where many were met; what one lacks is found again should it come back."""
+        gone = self._met - {relay.public_key for relay in relays}
+        if not gone or len(self._met) <= MAX_MET:
+            return
         with self._db.transaction():
-            self._db.change("INSERT OR IGNORE INTO posted VALUES (?, ?)", submission, relay.public_key)
-            self._db.change(
-                "DELETE FROM lacking WHERE relay = ? AND seq = (SELECT seq FROM verdicts WHERE submission = ?)",
-                *(relay.public_key, submission),
-            )
+            for table in ("met", "lacking"):
+                for relay in gone:
+                    self._db.change(f"DELETE FROM {table} WHERE relay = ?", relay)
+        self._met -= gone
+
+    def posted(self, submission: bytes, relay: PeerId, envelope: bytes | None = None) -> None:
+        """A relay has the verdict; with an `envelope`, if that is still the one that stands."""
+        stands = "submission = ? AND envelope = COALESCE(?, envelope)"
+        with self._db.transaction():
+            found = self._db.row(f"SELECT seq FROM verdicts WHERE {stands}", submission, envelope)
+            if found is not None:
+                self._db.change("INSERT OR IGNORE INTO posted VALUES (?, ?)", submission, relay.public_key)
+                self._db.change("DELETE FROM lacking WHERE relay = ? AND seq = ?", relay.public_key, found[0])
 
     def outcomes(self) -> dict[str, int]:
         """How many verdicts of each outcome."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Final
 
 import trio
@@ -16,13 +17,17 @@ from protocol.identity import PeerId
 log = logging.getLogger(__name__)
 
 RETRY_S: Final = 2.0
-MAX_WAITING: Final = 1024
-"""Of what one relay lacks, so many of the oldest are looked at in a round."""
+MAX_REFUSED: Final = 4
+"""Refusals of single verdicts after which a relay's round ends."""
 FINAL_CODES: Final = frozenset(
     {"already-judged", "malformed", "bad-signature", "wrong-author", "wrong-run", "wrong-version", "too-large"}
 )
 """Refusals that a relay would repeat for the same verdict for ever: they are about its bytes, and what the relay has.
 All others may pass (a full disk, a busy relay, a fault of its own, a code that this program does not know)."""
+RELAY_CODES: Final = frozenset(
+    {"no-manifest", "busy", "too-many-requests", "over-budget", "disk-full", "unauthorized", "stale-challenge"}
+)
+"""Of those that may pass: what a relay would say of every other verdict as well."""
 
 
 class Poster:
@@ -31,8 +36,8 @@ class Poster:
     def __init__(self, swarm: Swarm, docket: Docket) -> None:
         self._swarm = swarm
         self._docket = docket
-        self._put_off: dict[PeerId, tuple[bytes, str]] = {}
-        """By relay: the verdict that it refused last, though not for good, and with which code."""
+        self._passed_over: dict[PeerId, tuple[bytes, str]] = {}
+        """By relay: behind which verdict its next round begins, and with which code it refused one last."""
         self._new = trio.Event()
 
     def wake(self) -> None:
@@ -48,9 +53,12 @@ class Poster:
 
     async def post(self) -> None:
         """Hand to every relay what it lacks."""
+        clients = self._swarm.clients
         async with trio.open_nursery() as nursery:
-            for client in self._swarm.clients:
+            for client in clients:
                 nursery.start_soon(self._post_to, client)
+        with suppress(DataDirError):  # the next time
+            self._docket.forget_but([client.peer_id for client in clients])
 
     async def _post_to(self, client: RelayClient) -> None:
         try:
@@ -59,33 +67,34 @@ class Poster:
             log.warning("post verdict relay=%s not noted error=%r", client.peer_id.short, error.message)
 
     async def _post_waiting(self, client: RelayClient) -> None:
-        """Until a refusal that may pass: what was refused waits for the next round, and is the last one in it."""
-        for key, envelope in self._waiting(client.peer_id):
-            try:
-                await client.post_verdict(envelope)
-            except RefusedError as error:
-                if error.code not in FINAL_CODES:
-                    self._put_off_at(client, key, error)
+        """From behind the verdict that ended the last round, to the end or some refusals that may pass."""
+        relay, refused = client.peer_id, 0
+        behind, said = self._passed_over.pop(relay, (b"", ""))
+        while page := self._docket.unposted(relay, behind=behind):
+            for key, envelope in page:
+                try:
+                    await client.post_verdict(envelope)
+                except RefusedError as error:
+                    self._say(client, error, again=said)
+                    if error.code in RELAY_CODES:
+                        self._passed_over[relay] = (behind, error.code)
+                        return
+                    behind, said = key, error.code
+                    if error.code not in FINAL_CODES:
+                        refused += 1
+                        if refused == MAX_REFUSED:
+                            self._passed_over[relay] = (key, error.code)
+                            return
+                        continue
+                except (RelayError, ProtocolError) as error:
+                    log.info("post verdict relay=%s error=%r", relay.short, error.message)
                     return
-                log.warning("post verdict relay=%s code=%s error=%r", client.peer_id.short, error.code, error.message)
-            except (RelayError, ProtocolError) as error:
-                log.info("post verdict relay=%s error=%r", client.peer_id.short, error.message)
-                return
-            self._docket.posted(key, client.peer_id)
-            if key == self._put_off.get(client.peer_id, (b"", ""))[0]:
-                del self._put_off[client.peer_id]
+                self._docket.posted(key, relay, envelope)
+                behind = key
+        if refused:
+            self._passed_over[relay] = (b"", said)  # from the oldest on
 
-    def _waiting(self, relay: PeerId) -> list[tuple[bytes, bytes]]:
-        """What a relay lacks, from behind the one that it refused last and round again: none holds up the others."""
-        lacking = self._docket.unposted(relay, limit=MAX_WAITING)
-        last, _ = self._put_off.get(relay, (b"", ""))
-        begin = 1 + next((place for place, (key, _) in enumerate(lacking) if key == last), -1)
-        return lacking[begin:] + lacking[:begin]
-
-    def _put_off_at(self, client: RelayClient, key: bytes, error: RefusedError) -> None:
+    def _say(self, client: RelayClient, error: RefusedError, *, again: str) -> None:
         """Said once for each reason: a full disk refuses every round for hours."""
-        _, code = self._put_off.get(client.peer_id, (b"", ""))
-        level = logging.DEBUG if code == error.code else logging.WARNING
-        said = (client.peer_id.short, error.code, error.message)
-        log.log(level, "post verdict relay=%s code=%s tried_again=later error=%r", *said)
-        self._put_off[client.peer_id] = (key, error.code)
+        level = logging.DEBUG if again == error.code else logging.WARNING
+        log.log(level, "post verdict relay=%s code=%s error=%r", client.peer_id.short, error.code, error.message)

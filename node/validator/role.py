@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +31,7 @@ from node.relay.desk import max_file_bytes
 from node.relay_client import FeedItem, RelayClient
 from node.status import StatusBoard
 from node.swarm import Swarm
+from node.validator import own_faults
 from node.validator.again import SecondLooks
 from node.validator.appeals import AppealCases
 from node.validator.bench import Bench
@@ -38,7 +40,7 @@ from node.validator.docket import Docket
 from node.validator.draws import Draws
 from node.validator.duplicates import Answer, AnswerIndex, Likeness, Origin
 from node.validator.findings import Findings, NotYet, Screened, undecided, with_limits
-from node.validator.own_faults import OWN_FAULTS, OwnFaults, require_room
+from node.validator.own_faults import OWN_FAULTS, NoRoomError, OwnFaults, require_room
 from node.validator.policy_fault import policy_fault
 from node.validator.posting import Poster
 from node.validator.suspicion import Suspicions
@@ -158,8 +160,18 @@ class ValidatorRole:
         """Open a case for every submission as soon as it is seen: what was seen before its beacon can be drawn."""
         while True:
             client, item = await self._p.feeds.next()
-            self._take(item)
+            while not self._taken(item):
+                await self._own_faults.wait(self._p.board)
             self._p.feeds.done(client, item)
+
+    def _taken(self, item: FeedItem) -> bool:
+        try:
+            self._take(item)
+        except DataDirError as error:
+            log.warning("submission not noted, own fault error=%r", error.message)
+            self._own_faults.met(error)
+            return False
+        return True
 
     def _take(self, item: FeedItem) -> None:
         submission, receipt = item.signed, item.receipt
@@ -177,15 +189,22 @@ class ValidatorRole:
     async def _case_loop(self) -> None:
         async with trio.open_nursery() as nursery:
             while True:
-                await self._own_faults.wait(self._p.board)
+                self._cases.excuse(await self._own_faults.wait(self._p.board))
                 changed = self._changed
-                relays = [client.peer_id for client in self._p.swarm.clients]
-                appeals, again = self._appeals.startable(relays), self._again.startable(relays)
-                for case in (*self._cases.startable(self._draw), *appeals, *again):
-                    nursery.start_soon(self._work, case, nursery)
+                try:
+                    self._begin(nursery)
+                except DataDirError as error:
+                    self._own_faults.met(error)
                 self._show_work()
                 with trio.move_on_after(min(RETRY_S, max(0.01, self._cases.next_due_s()))):
                     await changed.wait()
+
+    def _begin(self, nursery: trio.Nursery) -> None:
+        """Work on every case whose turn it is. Raises DataDirError; what was begun goes on."""
+        relays = [client.peer_id for client in self._p.swarm.clients]
+        appeals, again = self._appeals.startable(relays), self._again.startable(relays)
+        for case in chain(self._cases.startable(self._draw), appeals, again):
+            nursery.start_soon(self._work, case, nursery)
 
     def _draw(self, case: Case, waited_s: float) -> Draw | None:
         """How to check a case; None while it is not known, or not known whether it is this validator's to judge."""
@@ -241,8 +260,12 @@ class ValidatorRole:
     def _pause(self, case: Case, error: Exception) -> Findings | None:
         """Put a case off, and with it whatever else would begin: the contributor has no part in it."""
         log.warning("case step=%d put off, own fault error=%r", case.submission.record.step, str(error))
-        self._own_faults.met(error)
-        return self._put_off(case, "this validator's computer", coming=True)
+        if not isinstance(error, NoRoomError):
+            self._own_faults.met(error)
+        findings = self._put_off(case, "this validator's computer", coming=True)
+        case.began = time.monotonic()
+        case.due = case.began + own_faults.RETRY_S
+        return findings
 
     def _put_off(self, case: Case, waits_for: str, *, coming: bool = False) -> Findings | None:
         patience_s = LOOK_AGAIN_S if case.again else GIVE_UP_S
@@ -254,13 +277,14 @@ class ValidatorRole:
 
     async def _findings(self, case: Case, downloads: trio.Nursery) -> Findings:
         """Raises NotYet, MalformedError when the file is at fault, ComputeError when a child is, OWN_FAULTS."""
-        fault = self._policy_fault(case) or await self._policy_missing(case, downloads)
-        if fault is not None:
+        if (fault := self._policy_fault(case)) is not None:
             return fault
         size, limit = case.submission.record.size, max_file_bytes(self._manifest.record)
         if size > limit:  # no honest relay takes it, and looking for its room would keep everybody else waiting
             raise MalformedError(f"a rollout file of {size} bytes; this run's files have at most {limit}")
         require_room(self._p.work_dir, size)
+        if (fault := await self._policy_missing(case, downloads)) is not None:
+            return fault
         path = await self._fetch(case)
         try:
             async with self._second_desk if case.again else nullcontext(), self._desk:

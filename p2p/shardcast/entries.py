@@ -76,8 +76,10 @@ def reopen(path: Path, on_change: Callable[[], None]) -> Entry:
 
 
 def _draft_of(path: Path) -> Draft:
-    """By the manifest, or the plan: a power cut can garble the manifest that closed a download, and no shard of it."""
-    plan = open_envelope((path / PLAN).read_bytes(), CheckpointPlan) if (path / PLAN).exists() else None
+    """By the manifest, or the plan: a power cut can garble either, and no shard of a download."""
+    plan: Signed[CheckpointPlan] | None = None
+    with suppress(FileNotFoundError, ProtocolError):
+        plan = open_envelope((path / PLAN).read_bytes(), CheckpointPlan)
     try:
         draft = Draft(open_envelope((path / MANIFEST).read_bytes(), CheckpointManifest))
     except (FileNotFoundError, ProtocolError):

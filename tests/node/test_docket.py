@@ -11,7 +11,7 @@ import pytest
 from factories import make_submission, make_verdict, receipt_of
 
 from node.database import Database
-from node.validator.docket import Docket
+from node.validator.docket import MAX_MET, Docket
 from protocol.envelope import Signed
 from protocol.identity import Identity
 from protocol.records import Submission
@@ -141,3 +141,19 @@ def test_a_verdict_costs_no_more_after_a_thousand_others(
     early = steps_for(submissions[1:51])
     steps_for(submissions[51:1050])
     assert steps_for(submissions[1050:1100]) < 1.3 * early
+
+
+def test_relays_that_are_gone_are_forgotten_and_lack_the_same_when_they_come_back(docket: Docket) -> None:
+    """Whoever advertises as a relay under many keys must not leave a row a verdict for each of them."""
+    verdicts = [make_verdict(make_submission(ALICE, RUN, index=index)) for index in range(2)]
+    for one in verdicts:
+        docket.add(one)
+    docket.posted(verdicts[0].record.submission, RELAY)
+    strangers = [Identity.from_phrase(f"stranger {number}").peer_id for number in range(MAX_MET)]
+    for relay in (RELAY, OTHER, *strangers):
+        docket.unposted(relay)
+    docket.forget_but([OTHER])
+    docket.posted(verdicts[1].record.submission, strangers[0])
+    assert [key for key, _ in docket.unposted(RELAY)] == [verdicts[1].record.submission]
+    assert [key for key, _ in docket.unposted(strangers[0])] == [verdicts[0].record.submission]
+    assert docket._db.row("SELECT COUNT(DISTINCT relay) FROM lacking") == (3,)

@@ -18,7 +18,7 @@ from factories import OPERATOR, make_submission, make_verdict
 from relay_world import MANIFEST, Relay, loopback, make_head, make_notice, serving
 
 from node.feeds import Feeds
-from node.ledger import fetch, pull
+from node.ledger import fetch, follow, pull
 from node.ledger.follow import LedgerFollower
 from node.ledger.inspect import audit_material
 from node.ledger.keeper import LedgerKeeper
@@ -131,8 +131,9 @@ async def test_copy_keeps_up_with_the_head(tmp_path: Path) -> None:
     assert open_log(tmp_path / "copy").state.length == 6
 
 
-async def test_a_full_disk_ends_no_follower(tmp_path: Path, caplog: Any) -> None:
+async def test_a_full_disk_ends_no_follower(tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries wait on disk until they are checked; where there is no room for them, there may be some later."""
+    monkeypatch.setattr(follow, "DISK_RETRY_S", 0.05)
     entries, limits = entries_of(ALICE), resource.getrlimit(resource.RLIMIT_FSIZE)
     with trio.fail_after(20):
         async with following(tmp_path, entries) as (swarm, follower):

@@ -14,7 +14,7 @@ from relay_world import ALICE, CAROL, MANIFEST, Relay, loopback, serving
 
 from node.relay_client import RelayClient
 from node.validator.docket import Docket
-from node.validator.posting import Poster
+from node.validator.posting import MAX_REFUSED, Poster
 from protocol.envelope import Signed, open_envelope
 from protocol.errors import RefusedError
 from protocol.records import Verdict
@@ -87,16 +87,28 @@ async def test_verdicts_wait_for_a_relay_whose_disk_is_full(docket: Docket, tmp_
             assert docket.unposted(CAROL.peer_id) == []
 
 
-@pytest.mark.parametrize("code", ["internal", "http-502", "timeout", "unauthorized", "too-many-requests", "brand-new"])
+@pytest.mark.parametrize("code", ["disk-full", "unauthorized", "too-many-requests"])
+async def test_a_relay_that_takes_nothing_now_is_asked_once_a_round(docket: Docket, code: str) -> None:
+    verdicts, relay = judge(docket, 3), Choosy(code, 0)
+    posting = poster(docket, relay)
+    with trio.fail_after(5):
+        await posting.post()
+        assert (relay.took, relay.said_no) == ([], 1)
+        await posting.post()
+    assert relay.took == [verdict.id for verdict in verdicts]
+
+
+@pytest.mark.parametrize("code", ["internal", "http-502", "timeout", "brand-new"])
 async def test_what_a_relay_may_take_later_is_offered_again(docket: Docket, code: str) -> None:
     """A code of a later release is one of these: to ask in vain costs less than a verdict that nobody hears."""
     verdicts, relay = judge(docket, 3), Choosy(code, 0)
     posting = poster(docket, relay)
     with trio.fail_after(5):
         await posting.post()
-        assert (relay.took, relay.said_no) == ([], 1), "one refusal ends a round"
+        assert relay.took == [verdict.id for verdict in verdicts[1:]]
         await posting.post()
-    assert set(relay.took) == {verdict.id for verdict in verdicts}
+    assert relay.took == [verdict.id for verdict in (*verdicts[1:], verdicts[0])]
+    assert relay.said_no == 1
 
 
 @pytest.mark.parametrize("code", ["already-judged", "malformed", "wrong-run"])
@@ -126,13 +138,42 @@ class Stubborn(Choosy):
 
 
 async def test_verdicts_that_are_always_refused_hold_up_no_others(docket: Docket) -> None:
-    """By a code that may pass, for all that is known; each round asks for one of them."""
-    verdicts = judge(docket, 6)
-    relay = Stubborn(verdicts[0].id, verdicts[1].id, verdicts[4].id)
+    """By a code that may pass, for all that is known; a round asks for some of them."""
+    verdicts = judge(docket, 12)
+    never = [*range(9), 10]
+    relay = Stubborn(*(verdicts[one].id for one in never))
     posting = poster(docket, relay)
     with trio.fail_after(5):
-        for rounds in range(1, 7):
+        for rounds in range(1, 4):
             await posting.post()
-            assert relay.said_no == rounds
-    assert set(relay.took) == {verdicts[index].id for index in (2, 3, 5)}
-    assert [envelope for _, envelope in docket.unposted(CAROL.peer_id)] == [verdicts[one].data for one in (0, 1, 4)]
+            assert relay.said_no <= MAX_REFUSED * rounds
+        assert relay.took == [verdicts[9].id, verdicts[11].id]
+        before = relay.said_no
+        await posting.post()
+    assert relay.said_no == before + MAX_REFUSED, "from the oldest on again"
+    assert [envelope for _, envelope in docket.unposted(CAROL.peer_id)] == [verdicts[one].data for one in never]
+
+
+class Slow(Choosy):
+    """While it takes a verdict, the validator comes to another one about the same submission."""
+
+    def __init__(self, docket: Docket, decision: Signed[Verdict]) -> None:
+        super().__init__("")
+        self.docket, self.decision = docket, decision
+
+    async def post_verdict(self, envelope: bytes) -> None:
+        await super().post_verdict(envelope)
+        self.docket.add(self.decision)
+
+
+async def test_a_decision_that_comes_while_its_forerunner_travels_is_posted_as_well(docket: Docket) -> None:
+    submission = make_submission(ALICE, MANIFEST.id)
+    waiting, decision = make_verdict(submission, outcome="undecided", reason="policy: gone"), make_verdict(submission)
+    docket.add(waiting)
+    relay = Slow(docket, decision)
+    posting = poster(docket, relay)
+    with trio.fail_after(5):
+        await posting.post()
+        await posting.post()
+    assert relay.took == [waiting.id, decision.id]
+    assert docket.unposted(CAROL.peer_id) == []

@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import hashlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import trio
-from factories import make_tolerance
+from factories import make_tolerance, receipt_of
 from relay_world import MANIFEST, submission_of
 from validator_world import World, accepting, publish, world
 
@@ -19,11 +20,14 @@ from node.inference.outbox import Outbox
 from node.relay_client import RelayClient
 from node.status import StatusBoard
 from node.validator import draws, own_faults, role
+from node.validator.cases import Case, Cases
 from node.validator.docket import Docket
+from node.validator.findings import Findings
 from node.validator.own_faults import OwnFaults
+from node.validator.role import ValidatorRole
 from protocol.draw import beacon_of, check_rate, is_drawn, is_first_after
 from protocol.envelope import Signed, open_envelope
-from protocol.errors import DataDirError, RefusedError
+from protocol.errors import DataDirError, RefusedError, RelayError
 from protocol.identity import Identity
 from protocol.ledger import LedgerState, open_entry
 from protocol.records import Head, Receipt, Submission, Verdict
@@ -254,6 +258,73 @@ async def test_without_room_nothing_is_fetched_or_computed(tmp_path: Path, monke
             assert (fetched, made.screening.asked, made.docket.judged(submission.id)) == ([], [], False)
             monkeypatch.setattr(own_faults, "ROOM_BYTES", 0)
             assert (await made.verdict(submission)).outcome == "accept"
+
+
+async def test_a_file_that_is_too_large_for_the_disk_holds_up_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A contributor hands in the largest files that a run takes, and they find no room beside the policies."""
+    monkeypatch.setattr(own_faults, "ROOM_BYTES", 100)
+    monkeypatch.setattr(own_faults, "shutil", SimpleNamespace(disk_usage=lambda directory: SimpleNamespace(free=1000)))
+    with trio.fail_after(20):
+        async with world(tmp_path) as made:
+            large = [await made.submit(ALICE, index, content=bytes(950)) for index in range(4)]
+            assert (await made.verdict(await made.submit(BOB, 0))).outcome == "accept"
+            assert not any(made.docket.judged(one.id) for one in large)
+
+
+class AfterAnHour(ValidatorRole):
+    """Own faults last for an hour, of which a test need not wait for more than a moment."""
+
+    def _pause(self, case: Case, error: Exception) -> Findings | None:
+        case.began -= 3600.0
+        return super()._pause(case, error)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_after_an_hour_without_room_a_file_may_still_be_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch = RelayClient.file
+    troubles = iter([DataDirError("cannot write it: No space left on device"), RelayError("the relay went silent")])
+
+    async def file(client: RelayClient, submission: Signed[Submission], path: Path) -> None:
+        if (trouble := next(troubles, None)) is not None:
+            raise trouble
+        await fetch(client, submission, path)
+
+    monkeypatch.setattr(RelayClient, "file", file)
+    with trio.fail_after(20):
+        async with world(tmp_path, role=AfterAnHour) as made:
+            assert (await made.verdict(await made.submit(ALICE, 0))).outcome == "accept"
+
+
+def test_no_case_has_waited_while_nobody_could_be_judged(tmp_path: Path) -> None:
+    docket, now_s, waited = Docket(tmp_path / "docket.sqlite"), [0.0], []
+    submission = submission_of(ALICE, b"content")
+    docket.open(submission, receipt_of(submission), seen_sequence=1)
+    cases = Cases(docket, lambda: now_s[0])
+    for now_s[0], excused_s in ((0.0, 0.0), (100.0, 90.0)):
+        cases.excuse(excused_s)
+        assert list(cases.startable(lambda case, waited_s: waited.append(waited_s))) == []
+    assert waited == [0.0, 10.0]
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_what_cannot_be_noted_yet_is_noted_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No room for a submission's record: the feed waits, and so does a case that others have settled."""
+    opened, refusals = Docket.open, iter([True, True])
+
+    def no_room(docket: Docket, *args: Any, **options: Any) -> None:
+        if next(refusals, False):
+            raise DataDirError("cannot use the docket: database or disk is full")
+        opened(docket, *args, **options)
+
+    monkeypatch.setattr(Docket, "open", no_room)
+    with trio.fail_after(20):
+        async with world(tmp_path) as made:
+            assert (await made.verdict(await made.submit(ALICE, 0))).outcome == "accept"
+    assert next(refusals, False) is False
 
 
 async def test_file_that_no_run_has_is_not_looked_for_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
