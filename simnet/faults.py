@@ -44,6 +44,8 @@ class FaultPlan:
         self.struck = 0
         """How many of those that were planned struck; what undoes one is not counted."""
         self._queues: dict[str, deque[Fault]] = {}
+        self._left_out: list[Fault] = []
+        """Those of the missed that were planned, to the end."""
         self._undoing: dict[str, Fault] = {}
         """What has to be taken back at a node before anything else happens to it."""
         for fault in faults:
@@ -58,6 +60,7 @@ class FaultPlan:
                 planned = self._take(node)
                 if came == "missed":
                     self.missed.append(fault)
+                    self._left_out += [fault] if planned else []
                     continue
                 done.append(fault)
                 if planned:
@@ -77,8 +80,8 @@ class FaultPlan:
     def shortfalls(self) -> list[str]:
         """What was planned and has not come about, for people."""
         said = []
-        if waiting := self.waiting:
-            said.append(f"{len(waiting)} of {self.planned} planned faults never struck: {_whose(waiting)}")
+        if never := [*self._left_out, *self.waiting]:
+            said.append(f"{len(never)} of {self.planned} planned faults never struck: {_whose(never)}")
         if undoing := self.undoing:
             said.append(f"struck and was not undone by the end: {_whose(undoing)}")
         return said

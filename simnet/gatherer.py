@@ -101,7 +101,7 @@ class Gatherer:
             if status and record.lives and record.lives[-1].pid == status.pid:
                 life = record.lives[-1]
                 self._note_words(member, record, status, asked_ms=now_ms())
-                life.refused_ms = refusals(life, status.rejected, at_ms=now_ms())
+                life.refused_ms = refusals(record, status.rejected, at_ms=now_ms())
                 life.status, life.final = status, True
         self._sample(last=True)
 
@@ -122,7 +122,7 @@ class Gatherer:
             record.lives.append(Life(pid=member.process.pid, started_ms=member.started_ms))
         life = record.lives[-1]
         if status and status.pid == life.pid:
-            life.refused_ms = refusals(life, status.rejected, at_ms=now_ms())
+            life.refused_ms = refusals(record, status.rejected, at_ms=now_ms())
             life.status, life.status_at_ms = status, now_ms()
             life.first_status_at_ms = life.first_status_at_ms or life.status_at_ms
             self._note_words(member, record, status, asked_ms=asked_ms)
@@ -197,13 +197,20 @@ class Gatherer:
                 self.recording.against.append(verdict)
 
 
-def refusals(life: Life, counts: Mapping[str, int], *, at_ms: int) -> dict[str, int]:
-    """When each of these counts was last seen to grow, now that a process tells them."""
-    before = life.status.rejected if life.status else {}
-    return {
-        reason: at_ms if count > before.get(reason, 0) else life.refused_ms.get(reason, at_ms)
-        for reason, count in counts.items()
-    }
+def refusals(record: NodeRecord, counts: Mapping[str, int], *, at_ms: int) -> dict[str, int]:
+    """When each of these counts was last seen to grow, now that a node's newest process tells them.
+
+    A node counts on from process to process: what an earlier one told has not grown, and its time is that one's.
+    """
+    known_ms = record.lives[-1].refused_ms
+    grown = {reason: at_ms for reason, count in counts.items() if count > _told(record, reason)}
+    return {reason: known_ms[reason] for reason in counts if reason in known_ms} | grown
+
+
+def _told(record: NodeRecord, reason: str) -> int:
+    """How many the newest status has that names a reason; a process may show a status before it has its counts."""
+    told = (life.status.rejected for life in reversed(record.lives) if life.status)
+    return next((counts[reason] for counts in told if reason in counts), 0)
 
 
 def note_silence(life: Life, *, since_ms: int, until_ms: int) -> None:

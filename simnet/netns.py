@@ -18,7 +18,7 @@ from typing import Final
 from protocol.errors import NodeError
 from simnet.interrupts import shielded
 from simnet.links import Step
-from simnet.processes import key_of
+from simnet.processes import ProcessKey, key_of, runs
 from simnet.tools import run_tool
 
 DIRECTORY: Final = Path("/run/netns")
@@ -67,10 +67,7 @@ def label() -> str:
 def is_left_over(name: str) -> bool:
     """Whether something so named belongs to a simulation that has ended."""
     match = _NAME.fullmatch(name)
-    if match is None:
-        return False
-    key = key_of(int(match[1]))
-    return key is None or key.start_ticks != int(match[2])
+    return match is not None and not runs(ProcessKey(int(match[1]), int(match[2])))
 
 
 def sweep() -> None:

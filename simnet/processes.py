@@ -97,6 +97,12 @@ def key_of(pid: int) -> ProcessKey | None:
     return row.key if row else None
 
 
+def runs(key: ProcessKey) -> bool:
+    """Whether a process still runs; one that has ended and that nobody has waited for yet does not."""
+    row = _read_row(str(key.pid))
+    return row is not None and row.key == key and not row.zombie
+
+
 def variable_of(pid: int, name: str) -> str | None:
     """What a process has as a variable of the environment it was started with: empty if nothing, None if unreadable."""
     try:

@@ -29,8 +29,11 @@ MIN_QUIET_S: Final = 300.0
 did; at its own pace it would have had `MIN_SETTLED`."""
 MIN_AT_WORK_SHARE: Final = 0.1
 """Of that time; one that waits for the next step for nearly all of it hands in nothing by rights."""
-PAUSES: Final = ("starting", "enough rollouts", "this node's share")
-"""Words of who has nothing to do; the first stands also for what is not known of a process's begin."""
+PAUSES: Final = ("starting", "enough rollouts", "this node's share", "midnight UTC", "room on the disk")
+"""Words of who can do nothing for want of work, room or allowance; the first also for what is not known of a begin."""
+FETCHES: Final = "from the relays"
+"""Word of who waits for a policy: no proof where the scenario holds up what the node downloads."""
+DOWNLOAD_LIMITS: Final = ("download_bytes_per_s", "download_bytes_per_day")
 LATE: Final = frozenset({"stale-step", "future-step", "after-refused"})
 """Why relays refuse what a slow node hands in; the last is what follows on a refused one."""
 
@@ -65,7 +68,7 @@ class Neglect:
     shut_out: list[str]
     """Nodes that had got on and got nothing more settled for long, while they worked undisturbed."""
     quiet: list[str]
-    """The like of these, but that they came late or waited for the next step."""
+    """The like of these, but that they came late or had hardly anything to do."""
     settled: int
     unsettled: list[Work]
     old: list[Work]
@@ -134,27 +137,27 @@ def _least_ms(evidence: Evidence, settled: Sequence[SubmissionSeen]) -> float:
 
 def _quiet(node: NodeRecord, evidence: Evidence, books: Books, settled: Sequence[SubmissionSeen]) -> list[Span]:
     """When a node that got on ran undisturbed and got nothing more, while others did; empty where that was not long."""
-    own_ms = [one.judged_ms for one in _of(settled, node.peer_id)]
-    known_ms = [at_ms for at_ms in own_ms if at_ms is not None]
-    if not own_ms or len(known_ms) < len(own_ms):
-        return []
-    begin_ms, end_ms = node.lives[0].started_ms, evidence.recording.closed_ms
-    edges = sorted([begin_ms, *known_ms, end_ms])
-    gaps = [gap for gap in pairwise(edges) if _length_ms(gap) >= 1000 * MIN_QUIET_S]
+    own = _of(settled, node.peer_id)
+    known_ms = [one.judged_ms for one in own if one.judged_ms is not None]
+    end_ms = evidence.recording.closed_ms
+    gaps = [gap for gap in pairwise(sorted([*known_ms, end_ms])) if _length_ms(gap) >= 1000 * MIN_QUIET_S]
+    untold = [one for one in own if one.judged_ms is None]
+    gaps = [gap for gap in gaps if not any(_is_in(at, gap) for one in untold for at in (one.made_ms, one.received_ms))]
     if not gaps:
         return []
     timed = _timed(settled, evidence)
     spans, least_ms = undisturbed(node, evidence.recording), _least_ms(evidence, timed)
     found = [(gap, [part for span in spans if _length_ms(part := _common(span, gap)) >= least_ms]) for gap in gaps]
     gap, stretches = max(found, key=lambda one: _sum_ms(one[1]))
-    pace_per_ms = len(known_ms) / max(1, end_ms - begin_ms - _length_ms(gap))
+    pace_per_ms = len(known_ms) / max(1, end_ms - node.lives[0].started_ms - _length_ms(gap))
     quiet_ms = _sum_ms(stretches)
     long = quiet_ms >= 1000 * MIN_QUIET_S and pace_per_ms * quiet_ms >= MIN_SETTLED
-    return stretches if long and _others_got_on(stretches, books, timed) else []
+    others = [one for one in timed if one.contributor != node.peer_id]
+    return stretches if long and _others_got_on(stretches, books, others) else []
 
 
 def _others_got_on(stretches: Sequence[Span], books: Books, settled: Sequence[SubmissionSeen]) -> bool:
-    """Whether meanwhile steps were trained, and all those of whom something was settled had much of it."""
+    """Whether meanwhile steps were trained, and those of whom something was settled had much of it on average."""
     meanwhile = [one for one in settled if any(_is_in(one.judged_ms, span) for span in stretches)]
     steps = sum(any(_is_in(step.trained_ms, span) for span in stretches) for step in books.steps)
     return steps >= MIN_STEPS and len(meanwhile) >= MIN_SETTLED * max(1, len({one.contributor for one in meanwhile}))
@@ -163,11 +166,12 @@ def _others_got_on(stretches: Sequence[Span], books: Books, settled: Sequence[Su
 def _has_cause(node: NodeRecord, stretches: Sequence[Span], evidence: Evidence) -> bool:
     """Whether a node that gets nothing more may have no work to hand in, or hands it in late."""
     since_ms = stretches[0][0]
+    pauses = (*PAUSES, FETCHES) if _is_held_up(node, evidence) else PAUSES
     late = any(reason in LATE and at_ms >= since_ms for life in node.lives for reason, at_ms in life.refused_ms.items())
     at_work = [
         (begin_ms, stop_ms)
         for begin_ms, stop_ms, _, what in spells(node, evidence.recording.closed_ms)
-        if not any(words in what for words in PAUSES)
+        if not any(words in what for words in pauses)
     ]
     share = sum(overlap_ms(at_work, *span) for span in stretches) / _sum_ms(stretches)
     return late or _is_slowed(node, evidence) or share < MIN_AT_WORK_SHARE
@@ -187,6 +191,15 @@ def _sum_ms(spans: Sequence[Span]) -> int:
 
 def _is_slowed(node: NodeRecord, evidence: Evidence) -> bool:
     return any(plan.nice for plan in evidence.recording.scenario.nodes() if plan.name == node.name)
+
+
+def _is_held_up(node: NodeRecord, evidence: Evidence) -> bool:
+    """Whether a scenario gives a node a slow link or a limit, so that policies may come to it too late for its work."""
+    plans = [plan for plan in evidence.recording.scenario.nodes() if plan.name == node.name]
+    return any(
+        plan.link.down_mbit or plan.link.delay_ms or plan.link.loss or any(map(plan.settings.get, DOWNLOAD_LIMITS))
+        for plan in plans
+    )
 
 
 def _is_slow(node: NodeRecord, evidence: Evidence, books: Books) -> bool:

@@ -156,7 +156,7 @@ def _unclear(neglect: Neglect) -> str:
     if neglect.unclear:
         return f"Nothing was settled of {listed(neglect.unclear)}: too late, too briefly there, or disturbed."
     if neglect.quiet:
-        return f"For long nothing more was settled of {listed(neglect.quiet)}: too late, or waiting for the next step."
+        return f"For long nothing more was settled of {listed(neglect.quiet)}: too late, or waiting almost throughout."
     if neglect.is_much(len(neglect.old)):
         return f"{len(neglect.old)} old submissions are unsettled, and too few validators ran for long."
     return ""

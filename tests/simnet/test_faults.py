@@ -79,6 +79,15 @@ def test_what_finds_its_node_gone_is_left_out_and_not_undone():
     assert done == [("b", "kill"), ("b", "join")]
 
 
+def test_what_was_left_out_counts_among_what_never_struck():
+    faults = [Fault(node="a", action="stop", at_s=at, for_s=1.0) for at in (1, 2)]
+    plan = FaultPlan([*faults, Fault(node="b", action="kill", at_s=1), Fault(node="c", action="kill", at_s=9999.0)])
+    plan.strike(make_apply([], miss=("a",)), step=0, elapsed_s=100.0)
+    plan.missed.clear()  # they have been told
+    assert plan.planned - plan.struck == 3
+    assert plan.shortfalls() == ["3 of 4 planned faults never struck: a (2), c"]
+
+
 def test_what_never_came_about_is_counted_and_told_by_node():
     """A leave that does not come to its end holds back all that follows, and nothing else would say so."""
     faults = [Fault(node="a", action="leave", at_s=1, for_s=2.0), Fault(node="b", action="restart", at_s=1)]

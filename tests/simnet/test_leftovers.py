@@ -10,7 +10,7 @@ from simnet_world import FakeCommands
 from simnet import leftovers
 from simnet.commands import environment_of
 from simnet.fleet import Fleet
-from simnet.netns import label
+from simnet.netns import is_left_over, label
 from simnet.processes import key_of
 from simnet.scenario import parse_scenario
 
@@ -29,13 +29,11 @@ def sleeping(**variables):
 
 
 @pytest.fixture
-def dead():
-    """The label of a simulation that has ended."""
-    simulation = subprocess.Popen(["sleep", "60"])
-    key = key_of(simulation.pid)
-    simulation.kill()
-    simulation.wait()
-    return f"simnet-{key.pid}-{key.start_ticks}-relay-0"
+def dead(monkeypatch):
+    """A label taken for that of a simulation that has ended, here alone: another simulation's sweep leaves it alone."""
+    name = f"{label()}left-over-0"
+    monkeypatch.setattr(leftovers, "is_left_over", lambda other: other == name)
+    return name
 
 
 def test_what_a_killed_simulation_left_running_is_killed(dead):
@@ -45,9 +43,25 @@ def test_what_a_killed_simulation_left_running_is_killed(dead):
         sleeping(SIMNET_SIMULATION="simnet-relay-0") as odd,
         sleeping(OTHER=dead) as other,
     ):
-        assert leftovers.sweep() >= 1
+        assert leftovers.sweep() == 1
         assert left.wait(10) == -9
         assert [one.poll() for one in (living, odd, other)] == [None, None, None]
+
+
+def test_a_simulation_whose_end_nobody_has_waited_for_has_ended():
+    """As in a container whose first process waits for nobody's end."""
+    with sleeping() as simulation:
+        name = "simnet-{0.pid}-{0.start_ticks}-relay-0".format(key_of(simulation.pid))
+        with sleeping(SIMNET_SIMULATION=name) as left, sleeping(SIMNET_SIMULATION="simnet-relay-0") as odd:
+            assert not is_left_over(name)
+            simulation.kill()
+            os.waitid(os.P_PID, simulation.pid, os.WEXITED | os.WNOWAIT)
+            leftovers.sweep()
+            assert left.wait(10) == -9
+            assert odd.poll() is None
+        simulation.wait()
+        assert is_left_over(name)
+        assert not is_left_over(f"{label()}relay-0")
 
 
 def test_what_is_another_users_or_runs_in_a_container_is_left_alone(dead, monkeypatch):

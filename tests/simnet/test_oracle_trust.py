@@ -290,6 +290,43 @@ def test_who_gets_nothing_more_for_a_reason_of_its_own_is_no_proof(evidence, why
     assert "nothing more was settled" in found.finding
 
 
+@pytest.mark.parametrize(
+    ("what", "limits", "said"),
+    [
+        ("room on the disk: it is full", {}, "could not tell"),
+        ("midnight UTC: the 9 bytes that may be downloaded today have come", {}, "could not tell"),
+        ("checkpoint 23 from the relays", {}, "failed"),
+        ("checkpoint 23 from the relays", {"link": "home"}, "could not tell"),
+        ("checkpoint 23 from the relays", {"settings": {"download_bytes_per_day": 9}}, "could not tell"),
+    ],
+)
+def test_who_lacks_what_is_its_own_is_not_shut_out_and_one_to_whom_relays_give_no_policy_is(
+    evidence, what, limits, said
+):
+    node = shut_out(evidence)
+    node.name = "far-0"
+    node.timeline = [*node.timeline[:24], (START_MS + 240_000, "waiting", what)]
+    links = {"link": {"home": {"down_mbit": 2}}} if "link" in limits else {}
+    fleet = [*SMALL["fleet"], {"role": "inference", "name": "far", **limits}]
+    evidence.recording.scenario = parse_scenario({**SMALL, **links, "fleet": fleet}, name="small")
+    assert honest(evidence).outcome == said
+
+
+def test_a_contributor_that_was_never_started_has_nothing_settled_and_is_no_victim(evidence):
+    at_length(evidence)
+    another(evidence).lives = []
+    assert honest(evidence).outcome == "passed"
+
+
+def test_ten_settled_of_the_only_other_contributor_are_enough(evidence):
+    node = shut_out(evidence)
+    honest_ms = [one.judged_ms for one in evidence.books.submissions if one.contributor != node.peer_id]
+    begin_ms = max(one.judged_ms for one in evidence.books.submissions if one.contributor == node.peer_id)
+    spare = [at_ms for at_ms in honest_ms if at_ms > begin_ms][11:]
+    evidence.books.submissions = [one for one in evidence.books.submissions if one.judged_ms not in spare]
+    assert honest(evidence).outcome == "failed"
+
+
 def test_one_that_waits_for_the_next_step_between_its_work_may_be_shut_out(evidence):
     node = shut_out(evidence)
     node.timeline = [
@@ -312,10 +349,17 @@ def test_nothing_is_expected_beyond_a_contributors_own_pace_or_where_others_get_
     assert honest(evidence).outcome == "passed"
 
 
-def test_submissions_whose_time_is_not_known_tell_nothing(evidence):
+@pytest.mark.parametrize(
+    ("made_s", "received_s", "said"), [(50, 51, "failed"), (300, 50, "passed"), (50, 300, "passed")]
+)
+def test_what_was_settled_nobody_knows_when_tells_nothing_of_the_time_when_it_was_made(
+    evidence, made_s, received_s, said
+):
+    """As after an appeal that was granted, whose author is then shut out for it; clocks may be wrong."""
     shut_out(evidence)
-    evidence.books.submissions[-1].judged_ms = None
-    assert honest(evidence).outcome == "passed"
+    times = {"made_ms": START_MS + 1000 * made_s, "received_ms": START_MS + 1000 * received_s}
+    evidence.books.submissions.append(submission(2000, contributor=OTHER, judged_ms=None, used_in=None, **times))
+    assert honest(evidence).outcome == said
 
 
 def unsettled(evidence: Evidence, *, count: int, state: str, step: int = 5) -> None:

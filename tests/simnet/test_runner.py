@@ -213,7 +213,7 @@ def test_what_a_fault_did_is_recorded_and_what_it_could_not_do_is_noted(scenario
     assert marks == [("inference-0", "clock", -7.5)]
     assert report["notes"] == [
         "validator-0 was not there to stop",
-        "1 of 3 planned faults never struck: relay-0",
+        "2 of 3 planned faults never struck: validator-0, relay-0",
     ]
     assert (report["faults_planned"], report["faults_struck"]) == (3, 1)
 

@@ -12,7 +12,7 @@ from simnet_world import FakeCommands, peer_id
 
 from simnet import gatherer as gatherer_module
 from simnet.fleet import Fleet
-from simnet.gather import SILENT_MS, Life, Status
+from simnet.gather import SILENT_MS, Life, NodeRecord, Status
 from simnet.gatherer import Gatherer, extend_timeline, note_silence, parse_status, refusals
 from simnet.oracles.undisturbed import passed_step_ms
 
@@ -124,12 +124,31 @@ def test_steps_beyond_those_that_are_noted_are_told_by_the_samples(recording, tm
 
 def test_when_each_kind_of_refusal_grew_is_known():
     life = Life(1, 0)
+    record = NodeRecord("inference-0", "inference", "x", lives=[life])
     for at_ms, counts in [(10, {"stale-step": 1}), (20, {"stale-step": 1, "finished": 2}), (30, {"stale-step": 2})]:
-        life.refused_ms = refusals(life, counts, at_ms=at_ms)
+        life.refused_ms = refusals(record, counts, at_ms=at_ms)
         life.status = Status(peer_id="x", pid=1, state="working", rejected=counts)
         if at_ms == 20:
             assert life.refused_ms == {"stale-step": 10, "finished": 20}
     assert life.refused_ms == {"stale-step": 30}
+
+
+def test_what_a_process_before_it_had_refused_is_no_new_refusal_of_a_process():
+    """A node keeps its counts on the disk; each process shows a status before it has read them."""
+    record = NodeRecord("inference-0", "inference", "x")
+    said = [
+        (1, 10, {}),
+        (1, 20, {"stale-step": 3}),
+        (2, 30, {}),
+        (2, 40, {"stale-step": 3}),
+        (3, 50, {"stale-step": 3}),
+    ]
+    for pid, at_ms, counts in [*said, (3, 60, {"stale-step": 4})]:
+        if not record.lives or record.lives[-1].pid != pid:
+            record.lives.append(Life(pid, at_ms))
+        record.lives[-1].refused_ms = refusals(record, counts, at_ms=at_ms)
+        record.lives[-1].status = Status(peer_id="x", pid=pid, state="working", rejected=counts)
+    assert [life.refused_ms for life in record.lives] == [{"stale-step": 20}, {}, {"stale-step": 60}]
 
 
 def test_a_silence_lasts_from_the_last_answer_to_the_last_question():
