@@ -23,6 +23,8 @@ MAX_REASONS = 20
 SHORT_REASON_CHARS = 24
 MIN_SMOOTHED_STEPS = 20
 MAX_EVALUATIONS = 500
+MOST_FAULTS = 24
+"""Longer lists are folded."""
 HERE = Path(__file__).parent
 OUTCOMES = {
     "running": "still running",
@@ -234,12 +236,17 @@ def _bars(node: NodeRecord, recording: Recording) -> list[Bar]:
 
 
 def _faults(recording: Recording) -> str:
-    items = (
+    items = [
         f"<li><b>{escape(fault.node)}</b> {fault.action} at step {fault.step}"
         f", {format_seconds((fault.at_ms - recording.started_ms) / 1000)} after the start</li>"
         for fault in recording.faults
-    )
-    return f'<ul class="faults">{"".join(items)}</ul>' if recording.faults else '<p class="none">No faults struck.</p>'
+    ]
+    if not items:
+        return '<p class="none">No faults struck.</p>'
+    every = f'<ul class="faults">{"".join(items)}</ul>'
+    if len(items) <= MOST_FAULTS:
+        return every
+    return f"<details><summary>{len(items)} faults and what undid them, in their order</summary>{every}</details>"
 
 
 def _contributors(report: Report) -> str:

@@ -2,9 +2,10 @@ import msgspec
 import pytest
 from oracle_world import START_MS, make_evidence
 
+from simnet.gather import FaultMark
 from simnet.hops import Hop, hops_of, throughput_of
 from simnet.oracles import Evidence
-from simnet.page import render_page
+from simnet.page import MOST_FAULTS, render_page
 from simnet.report import build_report
 
 
@@ -79,6 +80,14 @@ def test_the_page_says_what_never_came_to_a_node(recording):
     report = build_report(recording)
     report.hops = [Hop("checkpoint", "published → last node", 1, 1.0, 1.0, 1.0, missing=7)]
     assert "7 checkpoints never came" in render_page(report, recording)
+
+
+@pytest.mark.parametrize("count", [MOST_FAULTS, MOST_FAULTS + 1])
+def test_a_long_list_of_faults_is_folded(recording, count):
+    recording.faults = [FaultMark(START_MS + at, at, "far-0", "kill") for at in range(count)]
+    page = render_page(build_report(recording), recording)
+    assert page.count("<b>far-0</b> kill at step") == count
+    assert (f"{count} faults and what undid them" in page) is (count > MOST_FAULTS)
 
 
 def test_percentiles_are_the_nearest_rank():
