@@ -47,6 +47,10 @@ SLOWEST_BYTES_PER_S: Final = 16 << 10
 """Transfers of rollout files slower than this are given up; a relay cuts uploads off at the same rate."""
 MAX_ANSWER_BYTES: Final = 8 << 20
 RECORD_HEADER: Final = "X-Intellect-Record"
+RECORD_CODES: Final = frozenset(
+    {"malformed", "bad-signature", "wrong-author", "wrong-run", "wrong-version", "too-large"}
+)
+"""Refusals that every relay would repeat for ever, for they are about a record's own bytes."""
 
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")

@@ -11,6 +11,14 @@ from protocol.errors import DataDirError
 
 def write_atomically(path: Path, data: bytes, *, mode: int = 0o644, sync: bool = True) -> None:
     """Write, fsync, rename. With `sync=False` a power cut may bring the old content back. Raises DataDirError."""
+    try:
+        replace_whole(path, data, mode=mode, sync=sync)
+    except OSError as error:
+        raise write_refused(path, error) from error
+
+
+def replace_whole(path: Path, data: bytes, *, mode: int = 0o644, sync: bool = True) -> None:
+    """The same for callers that have words of their own. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
@@ -22,10 +30,10 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o644, sync: bool =
         temporary.replace(path)
         if sync:
             sync_directory(path.parent)
-    except OSError as error:
+    except OSError:
         with suppress(OSError):  # a disk that has become read-only refuses this as well
             temporary.unlink(missing_ok=True)
-        raise write_refused(path, error) from error
+        raise
 
 
 def write_refused(path: Path, error: OSError) -> DataDirError:

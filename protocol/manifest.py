@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta, field
 
-from protocol.constants import MAX_POOL_TASKS
+from protocol.constants import MAX_POOL_TASKS, PROOF_CHUNK_TOKENS
 from protocol.envelope import Record
 from protocol.fields import (
     Count,
@@ -23,6 +23,9 @@ from protocol.fields import (
     Threshold,
 )
 from protocol.identity import PeerId
+
+MAX_FILE_BYTES: Final = 4 << 30
+"""No rollout file is larger, whatever a run asks for."""
 
 
 class ModelSpec(Spec, frozen=True, kw_only=True):
@@ -256,3 +259,12 @@ class Manifest(Record, frozen=True, kw_only=True):
         if output_tokens > most:
             return f"{output_tokens} tokens; {rollouts} rollouts of this run have at most {most}"
         return ""
+
+
+def max_file_bytes(manifest: Manifest) -> int:
+    """The largest honest rollout file of a run: uncompressed, every rollout as long as it may be, and some slack."""
+    rollout, tokens = manifest.rollout, manifest.rollout.max_new_tokens
+    proofs = -(-tokens // PROOF_CHUNK_TOKENS) * (2 * manifest.toploc.top_k + 8)
+    each = 8 * manifest.model.max_model_len + 16 * tokens + proofs + 512
+    slack = (1 << 20) + rollout.prompts_per_submission * 1024
+    return min(MAX_FILE_BYTES, manifest.rollouts_per_submission * each * 5 // 4 + slack)

@@ -99,10 +99,8 @@ class Gatherer:
             record = self._records[member.plan.name]
             status = _read_final(member.data_dir / FINAL_STATUS_FILE)
             if status and record.lives and record.lives[-1].pid == status.pid:
-                life = record.lives[-1]
-                self._note_words(member, record, status, asked_ms=now_ms())
-                life.refused_ms = refusals(record, status.rejected, at_ms=now_ms())
-                life.status, life.final = status, True
+                self._note_status(member, record, status, asked_ms=now_ms())
+                record.lives[-1].final = True
         self._sample(last=True)
 
     def _look_on(self) -> None:
@@ -122,17 +120,18 @@ class Gatherer:
             record.lives.append(Life(pid=member.process.pid, started_ms=member.started_ms))
         life = record.lives[-1]
         if status and status.pid == life.pid:
-            life.refused_ms = refusals(record, status.rejected, at_ms=now_ms())
-            life.status, life.status_at_ms = status, now_ms()
+            self._note_status(member, record, status, asked_ms=asked_ms)
+            life.status_at_ms = now_ms()
             life.first_status_at_ms = life.first_status_at_ms or life.status_at_ms
-            self._note_words(member, record, status, asked_ms=asked_ms)
         if life.ended_ms is None and (code := member.process.poll()) is not None:
             life.ended_ms, life.exit_code, life.ended_by = now_ms(), code, member.ended_by
         if life.ended_ms is None:
             note_silence(life, since_ms=self._looking_since_ms, until_ms=now_ms())
 
-    def _note_words(self, member: Member, record: NodeRecord, status: Status, *, asked_ms: int) -> None:
+    def _note_status(self, member: Member, record: NodeRecord, status: Status, *, asked_ms: int) -> None:
         life, heard = record.lives[-1], self._heard.get(record.name)
+        life.refused_ms = refusals(record, status.rejected, at_ms=now_ms())
+        life.status = status
         if heard is None or heard.pid != life.pid:
             heard = _Heard(life.pid, life.started_ms, None)
         extend_timeline(

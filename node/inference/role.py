@@ -24,6 +24,7 @@ from node.inference.eviction import EvictionWatch
 from node.inference.outbox import Outbox, Outgoing
 from node.inference.standing import StandingWatch
 from node.policies import Policies
+from node.relay_client import RECORD_CODES
 from node.status import StatusBoard
 from node.swarm import Swarm
 from node.version import SOFTWARE
@@ -47,8 +48,7 @@ LEAVING_TRIES = 3
 LAST_VERDICTS_S = 3.0
 FILES_KEPT_STEPS = 8
 FINAL_CODES = frozenset(
-    {"finished", "stale-step", "over-cap", "over-tokens", "too-large", "duplicate-index", "not-yours", "bad-hash"}
-    | {"malformed", "bad-signature", "wrong-author", "wrong-run", "wrong-version"}
+    {"finished", "stale-step", "over-cap", "over-tokens", "duplicate-index", "not-yours", "bad-hash", *RECORD_CODES}
 )
 """Refusals that every relay would repeat for the same submission: they are about its record and file, and the run. All
 others may pass, here or elsewhere (a full disk, a busy relay, its own fault, a code that this program does not know),

@@ -96,7 +96,7 @@ class LedgerIndex:
         """Take in the next entries. Those of the same numbers are replaced."""
         with self._lock, self._errors():
             steps, self._steps = self._steps, None
-            (end,) = self._db.execute(_END).fetchone()
+            end = self._db.execute(_END).fetchone()[0] if steps is not None else 0
             with self._db:
                 self._db.execute("BEGIN")
                 self._db.executemany(

@@ -20,7 +20,7 @@ from node.ledger.memory import live_ledger
 from node.ledger.witness import DIRECTORY as FORKS
 from node.ledger.witness import HEAD_FILE, ForkWitness
 from node.relay.store import RelayStore, duplicate_index
-from protocol.constants import MAX_CLOCK_SKEW_S, PROOF_CHUNK_TOKENS
+from protocol.constants import MAX_CLOCK_SKEW_S
 from protocol.envelope import Signed, open_envelope, seal
 from protocol.errors import (
     ClockError,
@@ -32,6 +32,7 @@ from protocol.errors import (
     WrongRunError,
 )
 from protocol.identity import Identity, PeerId
+from protocol.manifest import max_file_bytes
 from protocol.records import Head, Manifest, OriginNotice, Receipt, Submission, Verdict
 from protocol.run import RunAddress
 from protocol.segments import SegmentInfo
@@ -41,7 +42,6 @@ log = logging.getLogger(__name__)
 KEEP_FILE_STEPS: Final = 32
 """Rollout files stay this many steps after their policy fell out of the window, for audits; for appeals as long as
 credits mature, if that is longer, and as long as an appeal is open or may still be filed."""
-MAX_FILE_BYTES: Final = 4 << 30
 
 
 class RelayDesk:
@@ -362,15 +362,6 @@ class RelayDesk:
     def _changed(self) -> None:
         for listener in self._listeners:
             listener()
-
-
-def max_file_bytes(manifest: Manifest) -> int:
-    """The largest honest rollout file of a run: uncompressed, every rollout as long as it may be, and some slack."""
-    rollout, tokens = manifest.rollout, manifest.rollout.max_new_tokens
-    proofs = -(-tokens // PROOF_CHUNK_TOKENS) * (2 * manifest.toploc.top_k + 8)
-    each = 8 * manifest.model.max_model_len + 16 * tokens + proofs + 512
-    slack = (1 << 20) + rollout.prompts_per_submission * 1024
-    return min(MAX_FILE_BYTES, manifest.rollouts_per_submission * each * 5 // 4 + slack)
 
 
 def require_run(run_id: bytes, manifest: Signed[Manifest], kind: str) -> None:

@@ -8,7 +8,7 @@ from typing import Final
 
 import trio
 
-from node.relay_client import RelayClient
+from node.relay_client import RECORD_CODES, RelayClient
 from node.swarm import Swarm
 from node.validator.docket import Docket
 from protocol.errors import DataDirError, ProtocolError, RefusedError, RelayError
@@ -19,9 +19,7 @@ log = logging.getLogger(__name__)
 RETRY_S: Final = 2.0
 MAX_REFUSED: Final = 4
 """Refusals of single verdicts after which a relay's round ends."""
-FINAL_CODES: Final = frozenset(
-    {"already-judged", "malformed", "bad-signature", "wrong-author", "wrong-run", "wrong-version", "too-large"}
-)
+FINAL_CODES: Final = frozenset({"already-judged", *RECORD_CODES})
 """Refusals that a relay would repeat for the same verdict for ever: they are about its bytes, and what the relay has.
 All others may pass (a full disk, a busy relay, a fault of its own, a code that this program does not know)."""
 RELAY_CODES: Final = frozenset(

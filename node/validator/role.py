@@ -27,7 +27,6 @@ from node.compute.reader import RolloutReader
 from node.feeds import Feeds
 from node.ledger.follow import LedgerFollower
 from node.policies import Policies
-from node.relay.desk import max_file_bytes
 from node.relay_client import FeedItem, RelayClient
 from node.status import StatusBoard
 from node.swarm import Swarm
@@ -48,6 +47,7 @@ from node.version import SOFTWARE
 from protocol.envelope import Signed, open_envelope, seal
 from protocol.errors import ComputeError, DataDirError, MalformedError, ProtocolError, RefusedError, RelayError
 from protocol.identity import Identity
+from protocol.manifest import max_file_bytes
 from protocol.records import Draw, Head, Receipt, Submission, Verdict
 
 log = logging.getLogger(__name__)
@@ -262,16 +262,16 @@ class ValidatorRole:
         log.warning("case step=%d put off, own fault error=%r", case.submission.record.step, str(error))
         if not isinstance(error, NoRoomError):
             self._own_faults.met(error)
-        findings = self._put_off(case, "this validator's computer", coming=True)
         case.began = time.monotonic()
-        case.due = case.began + own_faults.RETRY_S
-        return findings
+        return self._put_off(case, "this validator's computer", coming=True, for_s=own_faults.RETRY_S)
 
-    def _put_off(self, case: Case, waits_for: str, *, coming: bool = False) -> Findings | None:
+    def _put_off(
+        self, case: Case, waits_for: str, *, coming: bool = False, for_s: float | None = None
+    ) -> Findings | None:
         patience_s = LOOK_AGAIN_S if case.again else GIVE_UP_S
         if not coming and time.monotonic() - case.began > patience_s:
             return undecided(f"{waits_for} did not come within {patience_s:g} s")
-        case.due = time.monotonic() + RETRY_S
+        case.due = time.monotonic() + (RETRY_S if for_s is None else for_s)
         case.relays.rotate(-1)
         return None
 

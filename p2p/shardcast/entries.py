@@ -90,18 +90,6 @@ def _draft_of(path: Path) -> Draft:
     return draft
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file such that a full disk leaves what was there. Raises OSError."""
-    beside = path.with_name(f"{path.name}.new")
-    try:
-        beside.write_bytes(data)
-        beside.replace(path)
-    except OSError:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
-        raise
-
-
 def _require_sizes(directory: Path, layout: Layout) -> None:
     for name, size in layout.files:
         found = (directory / name).stat().st_size

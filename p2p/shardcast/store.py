@@ -20,10 +20,11 @@ import trio
 
 from p2p.http import FileRange
 from p2p.shardcast.draft import Draft
-from p2p.shardcast.entries import MANIFEST, PARTIAL, PLAN, Entry, Progress, reopen, write_whole
+from p2p.shardcast.entries import MANIFEST, PARTIAL, PLAN, Entry, Progress, reopen
 from p2p.shardcast.hashing import is_sound
 from p2p.shardcast.partial import BITMAP, PartialCheckpoint, sync_file
 from p2p.shardcast.publish import Publication, link_files
+from protocol.atomic import replace_whole
 from protocol.checkpoint import Layout
 from protocol.envelope import Signed
 from protocol.errors import DataDirError, ModelError, ProtocolError, RefusedError
@@ -282,7 +283,7 @@ class CheckpointStore:
                     continue
                 entry.draft.plan = Signed(signed.record, signed.author, signed.id, signed.data)
             elif entry.partial is not None and entry.draft.manifest is None:
-                write_whole(entry.directory / MANIFEST, signed.data)
+                replace_whole(entry.directory / MANIFEST, signed.data, sync=False)
                 changed = entry.draft.close(Signed(signed.record, signed.author, signed.id, signed.data))
                 entry.partial.forget(changed)
             else:
@@ -298,7 +299,7 @@ class CheckpointStore:
         self._require_space(Layout.of(signed.record), directory)
         directory.mkdir(exist_ok=True)
         name = MANIFEST if isinstance(signed.record, CheckpointManifest) else PLAN
-        write_whole(directory / name, signed.data)
+        replace_whole(directory / name, signed.data, sync=False)
         draft = Draft(signed)
         entry = Entry(draft, directory, PartialCheckpoint(directory, draft, on_change=self._changed), False)
         self._enter(entry)
@@ -423,7 +424,7 @@ class CheckpointStore:
 
     def _settle(self, directory: Path, manifest: Signed[CheckpointManifest], entry: Entry) -> Path:
         """Sync a directory's files and give it its final name; only then is the checkpoint complete."""
-        write_whole(directory / MANIFEST, manifest.data)
+        replace_whole(directory / MANIFEST, manifest.data, sync=False)
         for name in [MANIFEST, *(file.name for file in manifest.record.files)]:
             sync_file(directory / name)
         for name in (BITMAP, PLAN):

@@ -16,6 +16,7 @@ from simnet.oracles.books import Books, SubmissionSeen
 from simnet.oracles.excuses import overlap_ms
 from simnet.oracles.judgement import Evidence
 from simnet.oracles.undisturbed import Span, longest, passed_step_ms, undisturbed
+from simnet.scenario import NodePlan
 from simnet.waits import spells
 
 MIN_ALONE_S: Final = 120.0
@@ -190,15 +191,18 @@ def _sum_ms(spans: Sequence[Span]) -> int:
 
 
 def _is_slowed(node: NodeRecord, evidence: Evidence) -> bool:
-    return any(plan.nice for plan in evidence.recording.scenario.nodes() if plan.name == node.name)
+    return any(plan.nice for plan in _plans(node, evidence))
+
+
+def _plans(node: NodeRecord, evidence: Evidence) -> list[NodePlan]:
+    return [plan for plan in evidence.recording.scenario.nodes() if plan.name == node.name]
 
 
 def _is_held_up(node: NodeRecord, evidence: Evidence) -> bool:
     """Whether a scenario gives a node a slow link or a limit, so that policies may come to it too late for its work."""
-    plans = [plan for plan in evidence.recording.scenario.nodes() if plan.name == node.name]
     return any(
         plan.link.down_mbit or plan.link.delay_ms or plan.link.loss or any(map(plan.settings.get, DOWNLOAD_LIMITS))
-        for plan in plans
+        for plan in _plans(node, evidence)
     )
 
 

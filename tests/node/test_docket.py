@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from factories import make_submission, make_verdict, receipt_of
+from sqlite_kit import counted
 
-from node.database import Database
 from node.validator.docket import MAX_MET, Docket
 from protocol.envelope import Signed
 from protocol.identity import Identity
@@ -20,16 +19,6 @@ RUN = b"r" * 32
 ALICE = Identity.from_phrase("alice")
 FIRST_RELAY, OTHER_RELAY = Identity.from_phrase("relay"), Identity.from_phrase("other")
 RELAY, OTHER = FIRST_RELAY.peer_id, OTHER_RELAY.peer_id
-
-
-def without_syncs(open_it: Callable[..., None]) -> Callable[..., None]:
-    """A test that makes a thousand commits need not wait for the disk."""
-
-    def opened(self: Any, *args: Any, **options: Any) -> None:
-        open_it(self, *args, **options)
-        self._connection.execute("PRAGMA synchronous=OFF")
-
-    return opened
 
 
 @pytest.fixture
@@ -110,33 +99,24 @@ def test_a_file_of_an_earlier_version_tells_what_its_relays_lack(tmp_path: Path,
 
 
 def test_a_verdict_costs_no_more_after_a_thousand_others(
-    docket: Docket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    docket: Docket,
 ) -> None:
     """Counted in steps of sqlite's machine, with one relay that refuses a verdict for ever and keeps its queue."""
     submissions = [make_submission(ALICE, RUN, step=number // 8, index=number % 8) for number in range(1100)]
-    monkeypatch.setattr(Database, "__init__", without_syncs(Database.__init__))
-    docket = Docket(tmp_path / "other.sqlite")
+    docket._db._connection.execute("PRAGMA synchronous=OFF")
     docket.add(make_verdict(submissions[0]))
     docket.unposted(RELAY)
 
     def steps_for(some: Sequence[Signed[Submission]]) -> int:
-        taken = 0
-
-        def count() -> int:
-            nonlocal taken
-            taken += 1
-            return 0
-
-        docket._db._connection.set_progress_handler(count, 1)
-        for one in some:
-            docket.open(one, receipt_of(one), seen_sequence=1)
-            docket.add(make_verdict(one))
-            docket.unposted(RELAY, 1)
-            docket.posted(one.id, RELAY)
-            assert docket.outcomes()["accept"]
-            assert docket.rejections() == {}
-        docket._db._connection.set_progress_handler(None, 0)
-        return taken
+        with counted(docket._db._connection) as steps:
+            for one in some:
+                docket.open(one, receipt_of(one), seen_sequence=1)
+                docket.add(make_verdict(one))
+                docket.unposted(RELAY, 1)
+                docket.posted(one.id, RELAY)
+                assert docket.outcomes()["accept"]
+                assert docket.rejections() == {}
+        return steps.taken
 
     early = steps_for(submissions[1:51])
     steps_for(submissions[51:1050])

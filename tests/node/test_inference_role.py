@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -325,37 +325,37 @@ async def test_work_that_is_refused_until_its_policy_is_too_old_is_settled(autoj
     assert outbox.count("ready") == 0
 
 
-async def test_a_file_that_was_deleted_is_given_up_and_what_followed_it(tmp_path, outbox, slow) -> None:
-    """Somebody made room on a full disk: the node goes on with the next step, now and after each start."""
-    has_used(outbox, step=3, policy=3)
-    has_used(outbox, step=3, policy=3, index=1)
+@asynccontextmanager
+async def with_one_relay(tmp_path: Path, slow: Any) -> AsyncIterator[tuple[Any, Any]]:
+    """A role at step 3, and its swarm, of which the one relay does not answer: files are looked at first."""
     swarm: Any = FakeSwarm(step=3, checkpoint_step=3)
     role, _ = slow(swarm)
     async with loopback() as (aio, http):
         relay = Relay(BOB, tmp_path / "relay", aio)
-        relay.url = "https://127.0.0.1:1"  # the file is looked at first
+        relay.url = "https://127.0.0.1:1"
         swarm.choose_relay = lambda avoid=None: relay.client(http)
         with trio.fail_after(20):
-            assert await role._send_ready()
+            yield role, swarm
         relay.close()
+
+
+async def test_a_file_that_was_deleted_is_given_up_and_what_followed_it(tmp_path, outbox, slow) -> None:
+    """Somebody made room on a full disk: the node goes on with the next step, now and after each start."""
+    has_used(outbox, step=3, policy=3)
+    has_used(outbox, step=3, policy=3, index=1)
+    async with with_one_relay(tmp_path, slow) as (role, _):
+        assert await role._send_ready()
     assert outbox.reasons() == {"lost": 1, "after-refused": 1}
 
 
 async def test_a_file_that_cannot_be_read_now_is_kept_for_later(tmp_path, outbox, slow, caplog) -> None:
     (tmp_path / "file").touch()
     outbox.add(make_submission(ALICE, MANIFEST.id, step=3), tmp_path / "file" / "below")
-    swarm: Any = FakeSwarm(step=3, checkpoint_step=3)
-    role, _ = slow(swarm)
-    async with loopback() as (aio, http):
-        relay = Relay(BOB, tmp_path / "relay", aio)
-        relay.url = "https://127.0.0.1:1"  # the file is looked at first
-        swarm.choose_relay = lambda avoid=None: relay.client(http)
-        with trio.fail_after(20):
-            assert not await role._send_ready()
-            assert outbox.count("ready") == 1
-            swarm.say(step=9, checkpoint_step=9, oldest_checkpoint_step=5)
-            assert await role._send_ready(), "no relay takes it any more: it stands in nobody's way"
-        relay.close()
+    async with with_one_relay(tmp_path, slow) as (role, swarm):
+        assert not await role._send_ready()
+        assert outbox.count("ready") == 1
+        swarm.say(step=9, checkpoint_step=9, oldest_checkpoint_step=5)
+        assert await role._send_ready(), "no relay takes it any more: it stands in nobody's way"
     assert outbox.reasons() == {"lost": 1}
     assert "Not a directory" in caplog.text
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 import trio
+from disk_kit import full_disk
 from factories import OPERATOR, make_submission, make_verdict
 from relay_world import MANIFEST, Relay, loopback, make_head, make_notice, serving
 
@@ -134,22 +134,19 @@ async def test_copy_keeps_up_with_the_head(tmp_path: Path) -> None:
 async def test_a_full_disk_ends_no_follower(tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries wait on disk until they are checked; where there is no room for them, there may be some later."""
     monkeypatch.setattr(follow, "DISK_RETRY_S", 0.05)
-    entries, limits = entries_of(ALICE), resource.getrlimit(resource.RLIMIT_FSIZE)
+    entries = entries_of(ALICE)
     with trio.fail_after(20):
         async with following(tmp_path, entries) as (swarm, follower):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-            try:
+            with full_disk():
                 swarm.set_head(head_over(entries, 2))
                 while "cannot be kept until they are checked" not in caplog.text:  # noqa: ASYNC110
                     await trio.sleep(0.01)
                 assert follower.state.length == 0
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             await until_length(follower, 6)
 
 
 async def test_a_feeds_place_that_cannot_be_kept_is_asked_again_after_a_restart(tmp_path: Path, caplog: Any) -> None:
-    path, limits = tmp_path / "feeds.json", resource.getrlimit(resource.RLIMIT_FSIZE)
+    path = tmp_path / "feeds.json"
 
     async def first(*, keep: bool) -> int:
         """What a node that starts now is told first; `keep` says whether its disk takes that it was."""
@@ -157,11 +154,8 @@ async def test_a_feeds_place_that_cannot_be_kept_is_asked_again_after_a_restart(
             feeds = Feeds(lambda: [relay.client(http)], kinds=[Verdict.KIND], cursors_path=path)
             await nursery.start(feeds.run)
             client, item = await feeds.next()
-            try:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (limits[1] if keep else 0, limits[1]))
+            with nullcontext() if keep else full_disk():
                 feeds.done(client, item)
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             nursery.cancel_scope.cancel()
         return item.seq
 
@@ -242,17 +236,14 @@ def test_signatures_are_checked_before_anything_is_taken_in(tmp_path: Path) -> N
 
 async def test_a_copy_is_caught_up_only_when_the_disk_has_it(tmp_path: Path) -> None:
     """The last entries of a run meet a full disk: none that come later take them along."""
-    entries, limits = long_ledger(2), resource.getrlimit(resource.RLIMIT_FSIZE)
+    entries = long_ledger(2)
     copy, head = open_log(tmp_path / "copy"), head_over(entries, 2)
     keeper, source = LedgerKeeper(copy), Source("honest", entries)
     with trio.fail_after(20):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-        try:
+        with full_disk(room=4096):
             for _ in range(2):
                 with pytest.raises(DataDirError, match="index"):
                     await keeper.catch_up(source, head)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         await keeper.catch_up(source, head)
     assert copy.entries(0, 9) == entries
 
@@ -269,19 +260,16 @@ async def test_a_head_that_cannot_be_kept_is_no_hindrance(tmp_path: Path, caplog
 
 async def test_who_waits_hears_of_entries_that_the_disk_has_still_to_take(tmp_path: Path) -> None:
     """Otherwise nobody would, as the next try finds nothing new."""
-    entries, limits = long_ledger(2), resource.getrlimit(resource.RLIMIT_FSIZE)
+    entries = long_ledger(2)
     swarm: Any = FakeSwarm([Source("honest", entries)])  # type: ignore[list-item]
     follower = LedgerFollower(swarm, open_log(tmp_path / "copy"))
     with trio.fail_after(20):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-        try:
+        with full_disk(room=4096):
             async with trio.open_nursery() as nursery:
                 await nursery.start(follower.run)
                 swarm.set_head(head_over(entries, 2))
                 await until_length(follower, 4)
                 nursery.cancel_scope.cancel()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_entries_that_cannot_be_read_back_are_named(tmp_path: Path) -> None:
@@ -293,7 +281,7 @@ def test_entries_that_cannot_be_read_back_are_named(tmp_path: Path) -> None:
 
 
 async def test_a_relay_that_has_an_eviction_acts_on_it_before_the_disk_takes_it(tmp_path: Path) -> None:
-    entries, limits = long_ledger(2), resource.getrlimit(resource.RLIMIT_FSIZE)
+    entries = long_ledger(2)
     heard: list[int] = []
     desk = SimpleNamespace(
         ledger=open_log(tmp_path / "copy"), notice=make_notice(), head=head_over(entries, 2), witness=None
@@ -306,16 +294,13 @@ async def test_a_relay_that_has_an_eviction_acts_on_it_before_the_disk_takes_it(
     http: Any = SimpleNamespace(get=get)
     mirror = LedgerMirror(http, cast(RelayDesk, desk))
     with trio.fail_after(20):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-        try:
+        with full_disk(room=4096):
             async with trio.open_nursery() as nursery:
                 await nursery.start(mirror.run)
                 await trio.testing.wait_all_tasks_blocked(0.05)
                 while not heard:  # noqa: ASYNC110 - a list gives no event
                     await trio.sleep(0.01)
                 nursery.cancel_scope.cancel()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (heard, desk.ledger.entries(0, 9)) == ([4], [])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import struct
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -12,7 +11,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from disk_kit import full_disk
 from factories import make_admission, make_batch, make_manifest, make_submission, make_trained, make_verdict
+from sqlite_kit import counted
 
 from node.ledger.index import LedgerIndex, Row
 from node.ledger.log import LedgerLog
@@ -37,17 +38,6 @@ def opened(path: Path, *, mends: bool = False) -> Iterator[LedgerLog]:
         yield ledger
     finally:
         ledger.close()
-
-
-@contextmanager
-def files_limited(max_bytes: int) -> Iterator[None]:
-    """No file grows beyond this."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.fixture
@@ -211,10 +201,10 @@ def test_a_full_disk_leaves_no_gap(tmp_path: Path, entries: list[bytes], monkeyp
 
 def test_what_the_disk_refused_is_written_without_any_further_entry(tmp_path: Path, entries: list[bytes]) -> None:
     with opened(tmp_path / "ledger") as ledger:
-        with files_limited(0), pytest.raises(DataDirError, match="cannot write the ledger"):
+        with full_disk(), pytest.raises(DataDirError, match="cannot write the ledger"):
             ledger.append(entries[:2])
         assert (ledger.state.length, ledger.entries(0, 9)) == (2, [])
-        with files_limited(0), pytest.raises(DataDirError, match="cannot write the ledger"):
+        with full_disk(), pytest.raises(DataDirError, match="cannot write the ledger"):
             ledger.flush()
         ledger.flush()
         assert ledger.entries(0, 9) == entries[:2]
@@ -224,7 +214,7 @@ def test_an_index_without_room_has_no_hole(tmp_path: Path, entries: list[bytes])
     """An entry that fits into its segment's last block, while the index would have to grow."""
     with opened(tmp_path / "ledger") as ledger:
         ledger.append(entries[:2])
-        with files_limited(4096):
+        with full_disk(room=4096):
             for _ in range(2):
                 with pytest.raises(DataDirError, match="index"):
                     ledger.append(entries[ledger.state.length : 4])
@@ -289,7 +279,7 @@ def test_a_ledger_that_cannot_be_opened_says_so(filled: Path, what: str, monkeyp
             pass
     else:
         (filled / "index.sqlite").write_bytes(b"no database" * 100)
-        with files_limited(0), pytest.raises(DataDirError, match="cannot open the ledger's index"), opened(filled):
+        with full_disk(), pytest.raises(DataDirError, match="cannot open the ledger's index"), opened(filled):
             pass
 
 
@@ -321,25 +311,18 @@ def step_rows(steps: range) -> list[Row]:
 
 
 def test_a_step_is_as_quickly_found_however_many_were_before(tmp_path: Path) -> None:
-    taken = 0
-
-    def count() -> int:
-        nonlocal taken
-        taken += 1
-        return 0
-
     with closing(LedgerIndex(tmp_path / "index.sqlite")) as index:
         index.add(step_rows(range(10)))
         assert index.of_step("batch", 0) == 0
-        index._db.set_progress_handler(count, 1)
         looks = []
         for end in (10, 300):
             if end > 10:
                 index.add(step_rows(range(10, end)))
-            taken = 0
-            assert (index.of_step("batch", end - 1), index.of_step("trained", end - 1)) == (2 * end - 2, 2 * end - 1)
-            assert (index.of_step("batch", end), index.of_step("trained", end)) == (None, None)
-            looks.append(taken)
+            with counted(index._db) as steps:
+                found = [index.of_step(kind, end - 1) for kind in ("batch", "trained")]
+                assert found == [2 * end - 2, 2 * end - 1]
+                assert (index.of_step("batch", end), index.of_step("trained", end)) == (None, None)
+            looks.append(steps.taken)
         assert looks == [0, 0]
 
 

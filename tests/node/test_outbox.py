@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from factories import VALIDATOR, make_batch, make_submission, make_trained, make_verdict, receipt_of, sealed
+from sqlite_kit import counted
 
 from node.inference.outbox import Outbox
 from node.receipts import kept_receipts, summary
@@ -109,31 +110,23 @@ def test_files_of_settled_old_steps_are_deleted(tmp_path: Path, outbox: Outbox) 
 
 def work_of(outbox: Outbox, submissions: Sequence[Signed[Submission]], directory: Path) -> int:
     """Steps of sqlite's machine for all that a node does about these, each from its making until it was trained."""
-    taken = 0
-
-    def count() -> int:
-        nonlocal taken
-        taken += 1
-        return 0
-
-    outbox._db._connection.set_progress_handler(count, 1)
-    for number, one in enumerate(submissions):
-        step = one.record.step
-        assert not outbox.has_refused(step)
-        outbox.add(one, directory / one.id.hex())
-        if number % 10 == 0:
-            outbox.refused(one.id, "stale-step: too old")
-            continue
-        outbox.received(one.id, RELAY.peer_id, receipt(one))
-        outbox.judged(make_verdict(one))
-        outbox.discard_files(step)
-        assert outbox.count("ready", "received", "undecided") == 0
-        assert (outbox.count("accepted") > 0, outbox.accepted_tokens() > 0) == (True, True)
-        assert set(outbox.reasons()) == {"stale-step"}
-        assert outbox.unproved(8) == [one.id]
-        outbox.keep_step(step, b"batch", b"trained", [one.id])
-    outbox._db._connection.set_progress_handler(None, 0)
-    return taken
+    with counted(outbox._db._connection) as steps:
+        for number, one in enumerate(submissions):
+            step = one.record.step
+            assert not outbox.has_refused(step)
+            outbox.add(one, directory / one.id.hex())
+            if number % 10 == 0:
+                outbox.refused(one.id, "stale-step: too old")
+                continue
+            outbox.received(one.id, RELAY.peer_id, receipt(one))
+            outbox.judged(make_verdict(one))
+            outbox.discard_files(step)
+            assert outbox.count("ready", "received", "undecided") == 0
+            assert (outbox.count("accepted") > 0, outbox.accepted_tokens() > 0) == (True, True)
+            assert set(outbox.reasons()) == {"stale-step"}
+            assert outbox.unproved(8) == [one.id]
+            outbox.keep_step(step, b"batch", b"trained", [one.id])
+    return steps.taken
 
 
 def test_work_for_a_submission_does_not_grow_with_those_before(tmp_path: Path, outbox: Outbox) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
+from disk_kit import full_disk
 from factories import make_submission, make_verdict
 from relay_world import ALICE, CAROL, MANIFEST, Relay, loopback, serving
 
@@ -67,19 +67,16 @@ def poster(docket: Docket, *clients: Any) -> Poster:
 
 
 async def test_verdicts_wait_for_a_relay_whose_disk_is_full(docket: Docket, tmp_path: Path) -> None:
-    verdicts, limits = judge(docket, 3), resource.getrlimit(resource.RLIMIT_FSIZE)
+    verdicts = judge(docket, 3)
     with trio.fail_after(10):
         async with loopback() as (aio, http), serving(aio, Relay(CAROL, tmp_path / "relay", aio)) as relay:
             relay.meet_trainer()
             client: RelayClient = relay.client(http)
             posting = poster(docket, client)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-            try:
+            with full_disk():
                 with pytest.raises(RefusedError) as caught:
                     await client.post_verdict(verdicts[0].data)
                 await posting.post()
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             assert caught.value.code == "disk-full"
             assert relay.store.stats().verdicts == 0
             await posting.post()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
+from disk_kit import full_disk
 from factories import OPERATOR, make_verdict
 from relay_world import (
     CAROL,
@@ -225,19 +225,16 @@ async def test_a_full_disk_ends_no_relay(
     for name in ("BUDGET_SAVE_S", "MANIFEST_RETRY_S"):
         monkeypatch.setattr(role, name, 0.02)
     discovery = FakeDiscovery()
-    parts, limits = make_parts(border, tmp_path / "relay", discovery), resource.getrlimit(resource.RLIMIT_FSIZE)
+    parts = make_parts(border, tmp_path / "relay", discovery)
     with trio.fail_after(20):
         async with trio.open_nursery() as nursery:
             url = await nursery.start(RelayRole(parts).run)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-            try:
+            with full_disk():
                 discovery.manifest = MANIFEST
                 await until(lambda: "traffic of today not kept" in caplog.text)
                 await until(lambda: "manifest not kept" in caplog.text)
                 assert (await client_of(border, url).info()).run == str(RUN)
                 assert parts.desk.manifest is None
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             await until(lambda: parts.desk.manifest and parts.store.document(BUDGET))
             nursery.cancel_scope.cancel()
     close(parts)

@@ -24,7 +24,7 @@ from relay_world import (
 )
 
 from node.clock import now_ms
-from node.relay.desk import RelayDesk, max_file_bytes
+from node.relay.desk import RelayDesk
 from node.relay.service import RECORD_HEADER
 from node.relay_client import RelayClient
 from p2p.bridge import AioThread
@@ -33,6 +33,7 @@ from protocol.envelope import Signed, seal
 from protocol.errors import DataDirError, ProtocolError, RefusedError
 from protocol.identity import Identity
 from protocol.ledger import next_tip, open_entry
+from protocol.manifest import max_file_bytes
 from protocol.records import Submission
 from protocol.run import RunAddress
 

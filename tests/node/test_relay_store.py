@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
+from disk_kit import full_disk
 from factories import make_admission, make_verdict, sealed
 from relay_world import submission_of
+from sqlite_kit import counted
 
 from node.relay.store import RelayStore, Upload
 from protocol.envelope import Signed
@@ -46,17 +46,6 @@ def keep(store: RelayStore, submission: Signed[Submission], content: bytes = CON
 
 def files_under(directory: Path) -> list[str]:
     return sorted(path.parent.name for path in directory.rglob("*") if path.is_file() and "sqlite" not in path.name)
-
-
-@contextmanager
-def full_disk(*, room: int = 0) -> Iterator[None]:
-    """No file grows beyond `room` bytes."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def content_of(store: RelayStore, submission: Signed[Submission]) -> bytes:
@@ -223,20 +212,12 @@ def test_verdicts_about_nothing_take_the_place_of_no_others(
 
 
 def test_an_admission_is_as_quickly_taken_however_many_came_before(tmp_path: Path) -> None:
-    taken = 0
-
-    def count() -> int:
-        nonlocal taken
-        taken += 1
-        return 0
-
     store, looked = RelayStore(tmp_path, max_bytes=1 << 24), []
     store._db.execute("PRAGMA synchronous=OFF")
-    store._db.set_progress_handler(count, 1)
     for number in range(240):
-        taken = 0
-        store.add_petition(make_admission(Identity.from_phrase(f"contributor {number}"), b"r" * 32), subject=b"")
-        looked.append(taken)
+        with counted(store._db) as steps:
+            store.add_petition(make_admission(Identity.from_phrase(f"contributor {number}"), b"r" * 32), subject=b"")
+        looked.append(steps.taken)
     store.close()
     assert sum(looked[-20:]) < 1.3 * sum(looked[:20])
 

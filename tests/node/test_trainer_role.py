@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
 import trio.testing
+from disk_kit import full_disk
 from factories import OPERATOR, make_manifest, make_submission, make_verdict, sealed
 
 from node.ledger.log import LedgerLog
@@ -206,14 +206,12 @@ class CollectorOnAFullDisk(FakeCollector):
     async def run(self) -> None:
         await self.relay.told.wait()
         submission = make_submission(Identity.from_phrase("bob"), MANIFEST.id)
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-        try:
-            self.ledger.append([submission.data, make_verdict(submission).data])
-        finally:
-            with trio.CancelScope(shield=True):
-                await trio.sleep(3 * BEAT_S)
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        with full_disk():
+            try:
+                self.ledger.append([submission.data, make_verdict(submission).data])
+            finally:
+                with trio.CancelScope(shield=True):
+                    await trio.sleep(3 * BEAT_S)
 
 
 async def test_no_head_names_an_entry_that_the_disk_refused(

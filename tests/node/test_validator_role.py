@@ -207,33 +207,23 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [(RelayClient, "file"), (Docket, "open"), (Docket, "add")],
+    ids=["for the file", "for the case", "for the verdict"],
+)
 async def test_a_full_disk_of_the_validators_costs_the_contributor_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
 ) -> None:
-    fetch, refusals = RelayClient.file, iter([True, True])
+    """What finds no room is done again later: the feed waits, the case waits, the findings are found again."""
+    real, refusals = getattr(owner, method), iter([True, True])
 
-    async def no_room(client: RelayClient, submission: Signed[Submission], path: Path) -> None:
+    def no_room(*args: Any, **options: Any) -> Any:
         if next(refusals, False):
-            raise DataDirError(f"cannot write {path}: No space left on device")
-        await fetch(client, submission, path)
+            raise DataDirError("cannot write it: No space left on device")
+        return real(*args, **options)
 
-    monkeypatch.setattr(RelayClient, "file", no_room)
-    with trio.fail_after(20):
-        async with world(tmp_path) as made:
-            assert (await made.verdict(await made.submit(ALICE, 0))).outcome == "accept"
-    assert next(refusals, False) is False
-
-
-@pytest.mark.usefixtures("impatient")
-async def test_a_verdict_that_finds_no_room_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    add, refusals = Docket.add, iter([True, True])
-
-    def no_room(docket: Docket, verdict: Signed[Verdict]) -> None:
-        if next(refusals, False):
-            raise DataDirError("cannot use the docket: database or disk is full")
-        add(docket, verdict)
-
-    monkeypatch.setattr(Docket, "add", no_room)
+    monkeypatch.setattr(owner, method, no_room)
     with trio.fail_after(20):
         async with world(tmp_path) as made:
             assert (await made.verdict(await made.submit(ALICE, 0))).outcome == "accept"
@@ -308,23 +298,6 @@ def test_no_case_has_waited_while_nobody_could_be_judged(tmp_path: Path) -> None
         cases.excuse(excused_s)
         assert list(cases.startable(lambda case, waited_s: waited.append(waited_s))) == []
     assert waited == [0.0, 10.0]
-
-
-@pytest.mark.usefixtures("impatient")
-async def test_what_cannot_be_noted_yet_is_noted_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No room for a submission's record: the feed waits, and so does a case that others have settled."""
-    opened, refusals = Docket.open, iter([True, True])
-
-    def no_room(docket: Docket, *args: Any, **options: Any) -> None:
-        if next(refusals, False):
-            raise DataDirError("cannot use the docket: database or disk is full")
-        opened(docket, *args, **options)
-
-    monkeypatch.setattr(Docket, "open", no_room)
-    with trio.fail_after(20):
-        async with world(tmp_path) as made:
-            assert (await made.verdict(await made.submit(ALICE, 0))).outcome == "accept"
-    assert next(refusals, False) is False
 
 
 async def test_file_that_no_run_has_is_not_looked_for_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

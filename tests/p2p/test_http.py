@@ -4,7 +4,6 @@ import asyncio
 import errno
 import hashlib
 import os
-import resource
 import socket
 import threading
 from contextlib import asynccontextmanager, suppress
@@ -14,6 +13,7 @@ import msgspec
 import pytest
 import trio
 from aiohttp import web
+from disk_kit import full_disk
 
 from p2p.bridge import AioThread
 from p2p.contacts import Contact
@@ -241,7 +241,7 @@ async def test_a_refused_connection_is_told_in_words():
 
 
 async def test_a_file_for_which_the_disk_has_no_room_is_this_nodes_fault(tmp_path):
-    content, limits = bytes(100_000), resource.getrlimit(resource.RLIMIT_FSIZE)
+    content = bytes(100_000)
 
     async def give(request):
         return web.Response(body=content)
@@ -255,12 +255,8 @@ async def test_a_file_for_which_the_disk_has_no_room_is_this_nodes_fault(tmp_pat
                 expected_bytes=len(content),
                 expected_sha256=hashlib.sha256(content).digest(),
             )
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-            try:
-                with pytest.raises(DataDirError, match="cannot write"):
-                    await fetch()
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            with full_disk(room=4096), pytest.raises(DataDirError, match="cannot write"):
+                await fetch()
             assert list(tmp_path.iterdir()) == []
             await fetch()
             assert (tmp_path / "file").read_bytes() == content
@@ -268,7 +264,7 @@ async def test_a_file_for_which_the_disk_has_no_room_is_this_nodes_fault(tmp_pat
 
 async def test_a_disk_that_became_read_only_in_a_download_is_this_nodes_fault(tmp_path, monkeypatch):
     """It does not let go of the part that it has, either."""
-    content, limits = bytes(100_000), resource.getrlimit(resource.RLIMIT_FSIZE)
+    content = bytes(100_000)
 
     def read_only(*_, **__):
         raise OSError(errno.EROFS, "Read-only file system")
@@ -279,14 +275,10 @@ async def test_a_disk_that_became_read_only_in_a_download_is_this_nodes_fault(tm
     with trio.fail_after(10):
         async with serving([web.get("/", give)]) as (http, url, _):
             sizes = {"expected_bytes": len(content), "expected_sha256": bytes(32)}
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-            try:
-                with monkeypatch.context() as disk:
-                    disk.setattr(os, "unlink", read_only)
-                    with pytest.raises(DataDirError, match="cannot write"):
-                        await http.get_to_file(url, tmp_path / "file", **sizes)
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            with full_disk(room=4096), monkeypatch.context() as disk:
+                disk.setattr(os, "unlink", read_only)
+                with pytest.raises(DataDirError, match="cannot write"):
+                    await http.get_to_file(url, tmp_path / "file", **sizes)
 
 
 async def test_a_servers_full_disk_is_said_without_its_paths():

@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import resource
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import msgspec
 import pytest
 import trio
 from aiohttp import web
+from disk_kit import full_disk
 from shardcast_world import (
     ALICE,
     BOB,
@@ -170,16 +170,16 @@ async def test_a_disk_without_room_for_the_manifest_is_this_nodes_fault(world, t
     with trio.fail_after(30):
         manifest = await publish(world.trainer, world.policy)
         plan = world.trainer.newest_plan(1)
-        real, refused = Path.write_bytes, []
+        real, refused = store_module.replace_whole, []
 
-        def write_bytes(path, data):
-            if path.name.startswith(MANIFEST) and path.is_relative_to(tmp_path / "node") and not refused:
+        def replace_whole(path, data, **options):
+            if path.name == MANIFEST and path.is_relative_to(tmp_path / "node") and not refused:
                 refused.append(path)
                 world.notify()
                 raise OSError(errno.ENOSPC, "No space left on device")
-            return real(path, data)
+            return real(path, data, **options)
 
-        monkeypatch.setattr(Path, "write_bytes", write_bytes)
+        monkeypatch.setattr(store_module, "replace_whole", replace_whole)
         client = world.client()
         if early:
             standing = msgspec.msgpack.encode(Standing(8, [], manifest.data, pack_bits(255, 8)))
@@ -223,7 +223,6 @@ async def test_a_full_disk_that_comes_out_of_a_nursery_is_named_as_well(world, m
 
 async def test_a_file_that_may_not_grow_is_this_nodes_fault(world, tmp_path):
     """The operating system refuses to make the files as large as the checkpoint needs them."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     rules = CheckpointRules(RULES.run_id, RULES.trainer, 1 << 20, total_steps=100, max_bytes=1 << 30)
     with trio.fail_after(30):
         (tmp_path / "large").mkdir()
@@ -232,12 +231,8 @@ async def test_a_file_that_may_not_grow_is_this_nodes_fault(world, tmp_path):
             tmp_path / "large", identity=TRAINER, run_id=RULES.run_id, step=1, shard_bytes=1 << 20
         )
         await world.relay(ALICE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, hard))
-        try:
-            with pytest.raises(DataDirError, match="cannot be written"):
-                await world.client(rules=rules).download(manifest.id)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        with full_disk(room=4 << 20), pytest.raises(DataDirError, match="cannot be written"):
+            await world.client(rules=rules).download(manifest.id)
         await world.client(rules=rules).download(manifest.id)
         assert contents(world.node.local_dir(manifest.id)) == contents(tmp_path / "large")
         assert world.misdeeds == []

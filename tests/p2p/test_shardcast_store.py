@@ -3,13 +3,12 @@
 import hashlib
 import itertools
 import os
-import resource
 import struct
-from contextlib import contextmanager
 
 import msgspec
 import pytest
 import trio
+from disk_kit import full_disk
 from shardcast_world import (
     RUN_ID,
     SHARD_BYTES,
@@ -33,16 +32,6 @@ async def published(tmp_path):
     """A trainer's store with one checkpoint, and its manifest."""
     store = CheckpointStore(tmp_path / "trainer")
     return store, await publish(store, make_policy(tmp_path / "policy"))
-
-
-@contextmanager
-def full_disk():
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def copy_shards(trainer, manifest, partial, shards):

@@ -76,7 +76,7 @@ def test_words_of_a_wrong_clock_are_taken_over_by_ours(recording, tmp_path, monk
         if not record.lives or record.lives[-1].pid != pid:
             record.lives.append(Life(pid, started_ms=now_ms - 900))
         monkeypatch.setattr(gatherer_module, "now_ms", lambda now_ms=now_ms: now_ms)
-        watcher._note_words(member, record, page, asked_ms=now_ms)
+        watcher._note_status(member, record, page, asked_ms=now_ms)
     watcher.close()
     assert record.timeline == [
         (999_900, "working", "task 0"),
